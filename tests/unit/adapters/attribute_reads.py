@@ -130,7 +130,7 @@ class _Finder(MetaPathFinder):
 
 
 def start() -> None:
-    """Starts to record reads. Must be called before the adapter is imported."""
+    """Starts to record reads. Call it before the adapter is imported."""
     early = [name for name in sys.modules if any(f"{name}.".startswith(f"{one}.") for one in PACKAGES)]
     assert not early, f"imported before: {early}"
     sys.meta_path.insert(0, _Finder())

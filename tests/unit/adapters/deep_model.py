@@ -27,7 +27,7 @@ PART = 8
 
 @dataclass(frozen=True)
 class Context:
-    """What layers read from vLLM's forward context: attention metadata and slots, by layer name."""
+    """Stands for vLLM's forward context, from which layers read attention metadata and slots by layer name."""
 
     attn_metadata: dict[str, Any]
     slot_mapping: dict[str, Any]

@@ -1,6 +1,6 @@
 """An engine whose KV memory is on a FAKE GPU: plain memory behind the product's CUDA lane, with a fake driver. One
-thread per stream runs the work that the engine enqueues there. A test can hold a forward pass, and everything after it
-on the stream then waits.
+thread per stream runs the work that the engine enqueues. A test can hold a forward pass; then all later work on the
+stream waits.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class FakeGpuWorld:
         self.gpu.enqueue(partial(_run, may_run, work))
 
     def hold(self) -> None:
-        """Makes all work that is enqueued from now on wait until `let_go`, as if it were queued behind a long forward
-        pass.
+        """Makes all work that is enqueued after this call wait until `let_go`, as if it were queued behind a long
+        forward pass.
         """
         self._may_run.append(threading.Event())
         self.held = True
@@ -98,8 +98,8 @@ class FakeGpuWorld:
             event.set()
 
     def close(self) -> None:
-        """Checks that flexkv has broken no rule of the driver, and releases the GPU with its streams. The engine must
-        be closed first.
+        """Checks that flexkv has broken no rule of the driver, and releases the GPU with its streams. Close the engine
+        first.
         """
         broken = self.gpu.violations()
         self.gpu = self.worker_class.gpu = None

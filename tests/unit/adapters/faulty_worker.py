@@ -14,7 +14,7 @@ LONG_S = 60.0
 
 
 class FaultyWorker(WorkerSide):
-    """A worker whose mover is a `FaultyMover` with `rules`. `movers` maps each rank to its mover."""
+    """A worker whose copies fail according to `rules`. `movers` maps each rank to its `FaultyMover`."""
 
     rules: ClassVar[list[Any]] = []
     movers: ClassVar[dict[int, Any]] = {}
@@ -36,8 +36,8 @@ def faulty_worker(*faults: Any) -> type[FaultyWorker]:
 
 
 def release_when_given_up(worker: WorkerSide, mover: Any) -> Thread:
-    """Starts a thread that releases the stalled copies of `mover` after the worker has given up a load. Returns the
-    thread.
+    """Starts a thread that waits until the worker has given up a load, and then releases the stalled copies of `mover`.
+    Returns the thread.
     """
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""Loads that wait for a queue entry: the copy queue takes one op, and the first op stalls."""
+"""Makes engines in which loads wait for a queue entry: the copy queue takes one op, and the first op stalls."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class MiniEngine:
         if self.side.events is not None:
             self.events += self.side.events.take_events()
 
-    # --- what the scheduler does ---
+    # --- actions of the scheduler ---
 
     def add(self, request: Request) -> int:
         """Admits a request: looks it up, and allocates blocks for all of its tokens. Returns the number of external
@@ -144,7 +144,7 @@ class MiniEngine:
         return tokens
 
     def _ask(self, request: Request, steps: int = 20_000) -> tuple[int, bool]:
-        """Repeats the lookup, with an empty step after each attempt, until the connector answers."""
+        """Repeats the lookup, with an empty step after each attempt, until the connector has an answer."""
         for _ in range(steps):
             tokens, is_async = self.side.match(request, 0)
             if tokens is not None:
@@ -205,14 +205,14 @@ class MiniEngine:
 
     @property
     def unit(self) -> LiveUnit:
-        """The unit, which exists after every rank has shaken hands."""
+        """The unit, which exists after the handshakes of all ranks."""
         unit = self.side.unit
         assert isinstance(unit, LiveUnit), f"no unit is built: {unit.state}"
         return unit
 
     @property
     def stored_pages(self) -> int:
-        """Number of pages published so far."""
+        """Number of pages that flexkv has published."""
         return int(self.unit.manager.stats().stored_pages)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -228,7 +228,7 @@ class MiniEngine:
         self.until(lambda: not live.waiting_for_load)
 
     def preempt(self, name: str) -> None:
-        """Takes a running request's blocks away. The next step reports it as preempted."""
+        """Takes a running request's blocks away. The next step reports the request as preempted."""
         self._lose_blocks(name)
         self._step_naming_preempted(name)
 
@@ -297,8 +297,8 @@ class MiniEngine:
         return chain.keys
 
     def wrong(self, name: str, end: int | None = None) -> list[int]:
-        """Positions whose KV is wrong in some layer on some rank. Looks at all computed positions, or at those before
-        `end`.
+        """Returns the positions whose KV is wrong in some layer on some rank, among all computed positions or those
+        before `end`.
         """
         live = self.live[name]
         return self.pools.wrong(live, live.request.num_computed_tokens if end is None else end)
@@ -368,14 +368,14 @@ class MiniEngine:
             self.after_layer(number)
 
     def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
-        """For each request of the step: the first position that the step computes for it, and the position after the
+        """Returns for each request of the step the first position that the step computes, and the position after the
         last.
         """
         parts = []
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens + live.ahead
-            # A runner may write past the end of a request's blocks; flexkv does not depend on those values.
+            # A runner may write past the end of a request's blocks. flexkv does not depend on those values.
             parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 

@@ -1,4 +1,6 @@
-"""KV pools of mini engines, and the numbers expected in them. A number depends on all tokens up to its position."""
+"""KV pools of mini engines, and the numbers expected in them. The number at a position depends on all tokens up to
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ LAYERS, HEADS, CONTENT = 2, 2, 8
 
 
 def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
-    """One KV group of full attention with layout LBHNC in float32. With `latent`, it is an MLA group, which has one
-    head and no V.
+    """Makes one KV group of full attention with layout LBHNC in float32. With `latent`, it is an MLA group, which has
+    one head and no V.
     """
     heads = 1 if latent else heads
     names = [f"layer.{i}" for i in range(layers)]
@@ -84,7 +86,7 @@ class MiniPools:
         self.caches = [make_caches(config) for _ in range(ranks)]
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
-        """The number expected at a position, which depends on all tokens up to it."""
+        """Returns the number expected at a position, which depends on all tokens up to it."""
         prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank // self.replicas}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
@@ -125,7 +127,7 @@ class MiniPools:
             yield name
 
     def wrong(self, live: Live, end: int, ranks: Sequence[int] | None = None) -> list[int]:
-        """Positions before `end` whose KV is wrong in any layer on any of `ranks` (None: on any rank)."""
+        """Returns the positions before `end` whose KV is wrong in any layer on any of `ranks` (None: on any rank)."""
         bad = set()
         for rank in range(len(self.caches)) if ranks is None else ranks:
             for layer, cache in enumerate(self.caches[rank].values()):

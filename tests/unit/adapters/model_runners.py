@@ -1,6 +1,6 @@
-"""vLLM's two model runners as a connector's worker sees them. vLLM's own code (`KVConnectorModelRunnerMixin` of Model
-Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks in the order of `execute_model` and `sample_tokens`. A
-test supplies functions in place of the rest of these two methods.
+"""vLLM's two model runners from the point of view of a connector's worker. vLLM's own code
+(`KVConnectorModelRunnerMixin` of Model Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks in the order of
+`execute_model` and `sample_tokens`. A test supplies functions in place of the rest of these two methods.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ class ModelRunner(ABC):
         self._connector = connector
 
     def step(self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work) -> KVConnectorOutput:
-        """Args:
-        prepare: stands for the runner's work on KV cache blocks before the forward pass: it clears and copies blocks.
-        forward: writes the KV of the scheduled tokens; not called if no tokens are scheduled.
-        sample: stands for the work after the forward pass: sampling, and the draft model.
+        """Runs one step.
+
+        Args:
+            prepare: stands for the runner's work on KV cache blocks before the forward pass: it clears and copies
+                blocks.
+            forward: writes the KV of the scheduled tokens; not called if no tokens are scheduled.
+            sample: stands for the work after the forward pass: sampling, and the draft model.
         """
         # vLLM keeps the worker's connector in a global variable of the process, but each test has its own connector.
         before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, self._connector
@@ -59,8 +62,8 @@ class ModelRunner(ABC):
 
 
 class RunnerV1(ModelRunner):
-    """The order of `GPUModelRunner.execute_model` in v1/worker/gpu_model_runner.py: preemptions are handled first, then
-    `_update_states` clears and copies blocks. All other hooks are called before sampling.
+    """Calls the hooks in the order of `GPUModelRunner.execute_model` in v1/worker/gpu_model_runner.py. It handles
+    preemptions first. Then `_update_states` clears and copies blocks. It calls all other hooks before sampling.
     """
 
     def __init__(
@@ -88,9 +91,9 @@ class RunnerV1(ModelRunner):
 
 
 class RunnerV2(ModelRunner):
-    """The order of `GPUModelRunner` in v1/worker/gpu/model_runner.py. `execute_model` clears and copies blocks in
-    `update_requests`, then calls `pre_forward`, which handles preemptions, and `finish_forward`. `sample_tokens` calls
-    `post_forward` last, after sampling and the draft model.
+    """Calls the hooks in the order of `GPUModelRunner` in v1/worker/gpu/model_runner.py. `execute_model` clears and
+    copies blocks in `update_requests`, then calls `pre_forward`, which handles preemptions, and `finish_forward`.
+    `sample_tokens` calls `post_forward` last, after sampling and the draft model.
     """
 
     def __init__(

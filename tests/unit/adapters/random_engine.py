@@ -1,6 +1,6 @@
 """An engine that calls a connector in a random order, as real engines may. It looks requests up without allocating for
-them, ends them at any moment, takes their blocks away, reuses their names, computes prompts in chunks, and resets its
-cache. Every value in its blocks can be checked.
+them, ends them at any moment, preempts them, reuses their names, computes prompts in chunks, and resets its cache. A
+test can check every value in its blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RandomEngine(MiniEngine):
     """An engine that takes one random action per call of `act`.
 
     Attributes:
-        waiting: requests without blocks: new requests, and requests that lost their blocks.
+        waiting: requests without blocks: new requests, and requests that were preempted.
         acts: how often each action was taken, by name.
     """
 
@@ -57,7 +57,7 @@ class RandomEngine(MiniEngine):
 
         worker.before_forward = then_spoil  # type: ignore[method-assign]
 
-    # --- what happens ---
+    # --- actions ---
 
     def act(self) -> None:
         """Takes one random action, then checks the invariants."""
@@ -68,7 +68,7 @@ class RandomEngine(MiniEngine):
 
     @property
     def _weights(self) -> dict[Callable[[], None], int]:
-        """The relative frequency of each action."""
+        """Returns the relative frequency of each action."""
         return {
             self._new: 10,
             self._only_ask: 5,
@@ -159,8 +159,8 @@ class RandomEngine(MiniEngine):
         self.step({name: self._chunk(name)})
 
     def _chunk(self, name: str) -> int:
-        """How many tokens the request computes next: some or all of the rest of its prompt, or one generated token. 0
-        if it has no block for another token.
+        """Returns how many tokens the request computes next: some or all of the rest of its prompt, or one generated
+        token. Returns 0 if it has no block for another token.
         """
         live = self.live[name]
         left = live.request.num_tokens - live.request.num_computed_tokens
@@ -207,7 +207,7 @@ class RandomEngine(MiniEngine):
     def _pick(self, requests: dict[str, Request]) -> Request:
         return requests[self.random.choice(list(requests))]
 
-    # --- the engine's own ---
+    # --- overridden methods of the engine ---
 
     def step(self, scheduled: dict[str, int] | None = None, before_forward: Any = None) -> None:
         super().step(scheduled, before_forward)
@@ -224,7 +224,7 @@ class RandomEngine(MiniEngine):
 
     def _output(self, scheduled: dict[str, int]) -> SchedulerOutput:
         output = super()._output(scheduled)
-        # vLLM schedules a request that lost its blocks as a cached request, not as a new one.
+        # vLLM schedules a preempted request as a cached request, not as a new one.
         for new in [new for new in output.scheduled_new_reqs if new.req_id in self._resumed]:
             output.scheduled_new_reqs.remove(new)
             self._resumed.discard(new.req_id)

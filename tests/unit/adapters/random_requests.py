@@ -56,10 +56,11 @@ class RandomRequests:
 
     def reset_under_requests(self) -> bool:
         """Resets vLLM's cache, and in half of the calls also flexkv's. Does nothing if vLLM would refuse the reset.
-        Returns whether it reset.
+        Returns whether it reset the cache.
         """
         engine = self.engine
-        # vLLM also refuses during a step, which may still write blocks of a request that the reset would preempt.
+        # vLLM also refuses a reset during a step, which may still write blocks of a request that the reset would
+        # preempt.
         if engine.waiting_hold_blocks or engine.steps_in_flight:
             return False
         engine.scheduler.reset_prefix_cache(

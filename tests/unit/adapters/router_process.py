@@ -1,5 +1,5 @@
-"""Processes that serve requests one after another with the same disk folder. Each process has its own router, which
-gets the events of that process only.
+"""Runs processes one after another that serve requests with the same disk folder. Each process has its own router,
+which gets the events of that process only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THIS = "tests.unit.adapters.router_process"
 
 @dataclass
 class Served:
-    """What one process served.
+    """The results of one process.
 
     Attributes:
         found: number of blocks that the router knew before the first request.
@@ -66,7 +66,7 @@ def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any)
 def _serve(
     told: Connection, folder: Path, seed: int, requests: int, killed: bool, settings: dict[str, Any]
 ) -> None:
-    # Sharing is off, because pages of a process that runs the same test now would be served without an event.
+    # Sharing is off. Otherwise another process that runs the same test could supply pages without an event.
     world = World(folder, Router(), seed, **{"peers.share": "off"} | settings)
     world.settle()
     served = Served(found=len(world.router.has["STORAGE"]))
@@ -79,8 +79,8 @@ def _serve(
     served.removals = world.router.removals
     told.send(served)
     if killed:
-        # The kill would lose records that are not written yet, and the next process cannot announce pages without
-        # records.
+        # The process waits for its records: SIGKILL would lose records that are not written yet, and the next process
+        # cannot announce pages without records.
         events = world.engine.side.events
         assert events is not None
         assert events._book is not None

@@ -21,7 +21,7 @@ LONGEST = 5
 
 
 class Router:
-    """Keeps the blocks that were announced to it, by medium, like the routers of Dynamo and llm-d.
+    """Stands for the routers of Dynamo and llm-d: keeps the announced blocks, by medium.
 
     Those routers count how often a block was announced, and drop the block after the same number of removals. So this
     router fails if a block is announced twice, or removed without having been announced.
@@ -71,7 +71,7 @@ class Router:
             self.has[medium].remove(block)
 
     def predicted(self, request: Request) -> int:
-        """Number of the request's tokens that, according to the router, will be served from the cache."""
+        """Returns how many of the request's tokens, according to the router, will be served from the cache."""
         known = self.has["CPU"] | self.has["STORAGE"]
         hashes = [maybe_convert_block_hash(each) for each in request.block_hashes]
         leading = next((at for at, each in enumerate(hashes) if each not in known), len(hashes))

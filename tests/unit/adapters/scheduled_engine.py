@@ -1,5 +1,5 @@
-"""vLLM's own scheduler and block pools around both sides of the connector. No model is run: a "forward pass" checks
-every number that it reads, and writes the expected numbers into every KV group.
+"""vLLM's own scheduler and block pools around the scheduler's and the worker's side of the connector. No model is run:
+a "forward pass" checks every number that it reads, and writes the expected numbers into every KV group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LLAMA = {
 
 
 def do_now(work: Callable[[], None]) -> None:
-    """Runs `work` at once. Used when the KV memory is plain memory."""
+    """Runs `work` at once. Engines use this if the KV memory is plain memory."""
     work()
 
 
@@ -222,7 +222,7 @@ class ScheduledEngine:
     @property
     def waiting_hold_blocks(self) -> bool:
         """Whether a request that is not running holds blocks, either for a load in flight (even if the request was
-        aborted) or for KV that was loaded. If so, vLLM refuses a reset that would preempt running requests.
+        aborted) or for loaded KV. If so, vLLM refuses a reset that would preempt running requests.
         """
         return any(
             any(table)
@@ -245,8 +245,10 @@ class ScheduledEngine:
     # --- a step ---
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
-        """Args:
-        between: called after the step's forward pass, before the scheduler knows the step's result.
+        """Runs a step.
+
+        Args:
+            between: called after the step's forward pass, before the scheduler knows the step's result.
         """
         output = self.scheduler.schedule()
         self._in_flight.append((output, self._run(output)))
@@ -259,7 +261,7 @@ class ScheduledEngine:
         early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
 
-        # Blocks that a load fills are not spoiled, because this could overwrite what the load has already copied.
+        # Blocks that a load fills are not overwritten, because this could destroy KV that the load has already copied.
         orders: Any = output.kv_connector_metadata
         graphs = [job.graph for job in orders.loads]
         loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}
@@ -303,7 +305,7 @@ class ScheduledEngine:
 
     @staticmethod
     def _tokens(request: Request, count: int) -> list[int]:
-        """The request's first `count` tokens, including tokens that the scheduler does not know yet."""
+        """Returns the request's first `count` tokens, including tokens that the scheduler does not know yet."""
         tokens = list(request.all_token_ids[:count])
         while len(tokens) < count:
             tokens.append(3 + zlib.crc32(str(tokens).encode()) % 5)
@@ -340,7 +342,7 @@ class ScheduledEngine:
 
     @staticmethod
     def _sees_from(spec: KVCacheSpec, position: int) -> int:
-        """The first position that the token at `position` attends to."""
+        """Returns the first position that the token at `position` attends to."""
         if isinstance(spec, SlidingWindowSpec):
             return max(0, position - spec.sliding_window + 1)
         if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -348,8 +350,8 @@ class ScheduledEngine:
         return 0
 
     def _value(self, request: Request, group: int, tokens: int) -> float:
-        """The number expected in a group for the last of the request's first `tokens` tokens. It depends on all of
-        them.
+        """Returns the number expected in a group for the last of the request's first `tokens` tokens. It depends on all
+        of them.
         """
         return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 

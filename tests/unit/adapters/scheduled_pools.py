@@ -1,4 +1,4 @@
-"""KV groups of every kind, with one layer each, for an engine that uses vLLM's own scheduler."""
+"""Makes KV groups of every kind, with one layer each, for an engine that uses vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def state(block: int) -> KVCacheSpec:
 
 
 def pool_of(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
-    """A configuration with one layer per group. As in vLLM, all groups share the same memory."""
+    """Returns a configuration with one layer per group. As in vLLM, all groups share the same memory."""
     size = blocks * PAGE * 4
     return KVCacheConfig(
         num_blocks=blocks,

@@ -1,5 +1,5 @@
-"""A stand-in for vLLM 0.33 while it sleeps and wakes, in which a test can make copies hang. tests/engines_vllm33 tests
-the sleep with that version's own Python code.
+"""A stand-in for vLLM 0.33 while it sleeps and wakes. A test can make its copies hang. tests/engines_vllm33 tests the
+sleep with that version's own Python code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class SleepingEngine(MiniEngine):
     """A mini engine that can sleep. It calls the connector in the order of vLLM 0.33."""
 
     def sleep(self) -> None:
-        """Resets the engine's cache and the connector's. Then, in each worker, calls the connector's hook and drops the
+        """Resets the engine's and the connector's cache. Then, in each worker, calls the connector's hook and drops the
         KV memory.
         """
         assert self.pool.reset_prefix_cache(), "requests hold blocks: vLLM does not sleep"

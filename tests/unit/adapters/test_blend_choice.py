@@ -1,5 +1,5 @@
-"""Two ranks keep the same rows: those whose cached keys differ most from the fresh ones, summed over the heads of both
-ranks.
+"""Two ranks choose the same reused rows to compute again: those whose cached keys differ most from the fresh ones,
+summed over the heads of both ranks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Layer:
 
 
 class Rows:
-    """One rank's cached rows. The object is both the source and what it opens; each row's key has the given norm."""
+    """One rank's cached rows, whose keys have the given norms. The same object is the source and the opened rows."""
 
     def __init__(self, lengths: tuple[float, ...]) -> None:
         self._keys = torch.zeros(len(lengths), 1, WIDTH)
@@ -106,7 +106,7 @@ class Rows:
         return self._keys, self._keys
 
     def close(self, wait: bool = True) -> None:
-        """Does nothing, because no copy was begun."""
+        """Does nothing, because no copy has begun."""
 
 
 Keep = Callable[..., list[list[int]]]

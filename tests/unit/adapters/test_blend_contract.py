@@ -1,4 +1,4 @@
-"""Engines and models with which blending refuses to start, and the reasons that it gives."""
+"""Shows for which engines and models blending refuses to start, and the reasons that it gives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BACKEND = min(TESTED[engine_release()])
 
 
 def engine(**changed: Any) -> Any:
-    """An engine's configuration that allows blending, with some values changed. A keyword has `__` in place of each dot
-    of the value's name.
+    """Makes an engine's configuration that allows blending, with some values changed. A keyword has `__` in place of
+    each dot of the value's name.
     """
     config = SimpleNamespace(
         model_config=SimpleNamespace(

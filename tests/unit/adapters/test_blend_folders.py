@@ -63,8 +63,8 @@ def test_each_rank_has_its_own_room_under_a_name_of_its_own() -> None:
 def test_what_came_can_be_used_before_the_requests_deadline(
     wait_s: float, stream: bool, waits_s: float
 ) -> None:
-    """A request may wait three times: for space in host memory, for reads, and, if segments are streamed, for their
-    first layers. The limit of one wait is chosen so that all of them end before the load's deadline.
+    """All waits of a request together end before the load's deadline. A request may wait three times: for space in host
+    memory, for reads, and, if segments are streamed, for their first layers. So each wait gets a part of the deadline.
     """
     settings = config({"folders": "/mnt/a", "wait_s": wait_s, "stream": stream}, disk_bytes=4096)
     found = segment_folders(engine(), settings, 0)

@@ -1,4 +1,4 @@
-"""How many layers' keys and values a blended forward pass keeps alive, shown with a minimal model."""
+"""A blended forward pass keeps at most one layer's keys and values alive. The tests use a minimal model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS, ROWS = 6, 5
 
 
 class Attention(torch.nn.Module):
-    """An attention layer that records which keys and values it is given."""
+    """An attention layer that records the keys and values that it gets."""
 
     num_kv_heads, head_size = 2, 4
 
@@ -62,8 +62,8 @@ def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
 
 
 def most_alive(blending: BlendForward, made: list[Any]) -> int:
-    """The largest number of layers whose keys and values are alive at the same time, counted whenever a layer's rows
-    are taken.
+    """Returns the largest number of layers whose keys and values are alive at the same time. Counts whenever a layer's
+    rows are taken.
     """
     alive = []
 
@@ -80,8 +80,8 @@ def most_alive(blending: BlendForward, made: list[Any]) -> int:
 
 
 def test_no_more_than_one_layers_keys_and_values_are_kept(blending: BlendForward, made: list[Any]) -> None:
-    """On a GPU, keys and values are views of a layer's complete projection, so keeping them would keep the projection
-    of every row of the batch.
+    """A forward pass keeps only one layer's keys and values. On a GPU these are views of the layer's complete
+    projection, so keeping them would keep the projection of every row of the batch.
     """
     assert most_alive(blending, made) == 2
 
@@ -91,7 +91,7 @@ def test_control_a_forward_that_drops_none_keeps_all(
 ) -> None:
     class Keeping(dict[int, Any]):
         def clear(self) -> None:
-            """Drops nothing."""
+            """Keeps all entries, so that the keys and values of every layer stay alive."""
 
     @contextlib.contextmanager
     def keeping(layers: Any) -> Iterator[Keeping]:

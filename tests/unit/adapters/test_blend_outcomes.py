@@ -1,6 +1,4 @@
-"""The outcomes that a rank reports for captured segments and for loads, including outcomes after errors that other code
-raises.
-"""
+"""Shows which outcomes a rank reports for captured segments and for loads, also after errors that other code raises."""
 
 from __future__ import annotations
 
@@ -58,7 +56,9 @@ def test_a_segment_without_room_beside_others_is_not_stored(
 
 
 def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
-    """The pages of the segment that was stored first are held for another request, so no slots can be freed."""
+    """If host memory has no free slot, a captured segment is not stored. The pages of the segment that was stored first
+    are held for another request, so no slot can be freed.
+    """
     capture(pages, "first", FIRST, number=1)
     first = outcome(pages)
     pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
@@ -169,12 +169,12 @@ def test_a_capture_that_breaks_off_is_lost_with_its_last_token(
     assert not pages.begin_capture("s", asks, end), "no rank captures a chunk that one of them does not"
     assert pages.take_stored() == ({6: BlendResult.LOST} if end == len(SEGMENT) else {})
     if end < len(SEGMENT):
-        pages.lose_capture("s", asks)  # this is how a last chunk that is not captured ends the capture
+        pages.lose_capture("s", asks)  # a last chunk that is not captured ends the capture in this way
         assert pages.take_stored() == {6: BlendResult.LOST}
     (record,) = caplog.records
     assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"
     assert record.exc_info
     assert not pages._captures
-    # When the segment is computed again from its start, as after a preemption, it is kept.
+    # If the segment is computed again from its start, as after a preemption, it is stored.
     capture(pages, number=7)
     assert outcome(pages) == {7: BlendResult.STORED}

@@ -1,4 +1,4 @@
-"""The layerwise pipeline brings the cached rows of a blended forward pass while the model's layers run."""
+"""While the model's layers run, the layerwise pipeline copies the cached rows of a blended forward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 class Attention(torch.nn.Module):
-    """An attention layer whose fresh keys are zeros. It records what is written to the slots."""
+    """An attention layer whose fresh keys are zeros. It records the rows that are written to the slots."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ class Copies(TurnedRows):
     """Cached rows that record which layers' copies have begun.
 
     Attributes:
-        shown: returns, for a layer, the layer whose rows are copied in its place. By default, the same layer.
+        shown: returns, for a layer, the layer whose rows are copied in its place. By default, it returns the same
+            layer.
         before: called with the layer in the copying stream, before the layer is copied.
     """
 
@@ -133,8 +134,8 @@ def host() -> Iterator[RowDevice]:
 
 @pytest.fixture
 def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], BlendForward]:
-    """Returns a function that makes a forward pass. The model calls the function's argument with the number of each
-    layer, after the layer's attention.
+    """Returns a function that makes a forward pass. The function's argument is called after the attention of each
+    layer, with the layer's number.
     """
     slots = torch.arange(ROWS)
     context = SimpleNamespace(slot_mapping={"layer0": slots})
@@ -155,7 +156,7 @@ def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]
 
 
 def run(blended: BlendForward, rows: TurnedRows, on: RowDevice, ratio: float = 0.0, requests: int = 1) -> Any:
-    """Runs the forward pass. Returns, for each row of the batch, whether it was kept."""
+    """Runs the forward pass. Returns, for each row of the batch, whether the pass computed the row in all layers."""
     at = np.arange(ROWS, dtype=np.int64)
     batch = BatchRows(np.array([0, ROWS], np.int64), at, at)
     covered = rows.in_buffer + 40
@@ -174,7 +175,9 @@ def nothing(layer: int) -> None:
 
 
 def off_by(blended: BlendForward, rows: TurnedRows, skipped: Any) -> float:
-    """The largest difference between what is in the pool and the expected keys and values of the skipped rows."""
+    """Returns the largest difference between the pool's content and the expected keys and values of the skipped
+    rows.
+    """
     worst = 0.0
     for layer in range(CHECK + 1, SHAPE.layers):
         slots = rows.in_buffer[skipped] + 40
@@ -216,8 +219,8 @@ def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
 def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this test the forward pass leaves a layer before it has taken the layer's rows, and the pipeline fills the
-    buffer with the rows of a later layer.
+    """The control: the forward pass leaves a layer before it has taken the layer's rows, and the pipeline fills the
+    buffer with rows of a later layer. The check of the pool notices this.
     """
 
     def too_early(self: LoadedLayers, layer: int) -> Any:
@@ -236,15 +239,15 @@ def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
 
 
 def seen_in(layer: int) -> list[int]:
-    """The layers whose copies have begun by the time the given layer of the model ends."""
+    """Returns the layers whose copies have begun by the time the given layer of the model ends."""
     return [each for each in range(max(layer, CHECK), layer + 3) if each < SHAPE.layers]
 
 
 def test_the_next_layers_are_copied_while_a_layer_of_the_model_runs(
     blending: Any, copies: Copies, host: RowDevice
 ) -> None:
-    """When a layer of the model ends, the copies of the next two layers have begun although nothing has waited for
-    them.
+    """When a layer of the model ends, the copies of the next two layers have already begun, although nothing has waited
+    for them.
     """
 
     def runs(layer: int) -> None:
@@ -282,7 +285,9 @@ def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
 def test_a_source_that_fails_at_the_check_layer_has_all_rows_computed(
     blending: Any, copies: Copies, host: RowDevice, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All rows can still be computed, because all layers up to the check layer have computed all rows."""
+    """If the source fails at the check layer, the forward pass computes all rows. This is still possible, because all
+    layers up to the check layer have computed all rows.
+    """
 
     def fail(layer: int) -> None:
         raise OSError("gone")
@@ -335,8 +340,9 @@ def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
 def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
     blending: Any, copies: Copies, cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward pass waits once for the layer, and once to close all pipelines: after the first pipeline's close has
-    used up the deadline, the close of the second does not wait.
+    """A source that hangs delays a forward pass by at most two deadlines. The pass waits once for the layer, and once
+    to close all pipelines: after the first pipeline's close has used up the deadline, the close of the second does not
+    wait.
     """
     go_on = threading.Event()
     waits: list[float] = []
@@ -355,8 +361,8 @@ def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
 
 
 class BusyGpu(HostDevice):
-    """A device with streams, for which the host does not wait. The caller's own work on it does not end until a test
-    ends it.
+    """A device with streams, for which the host does not wait. The caller's own work on the device ends only when a
+    test ends it.
 
     Attributes:
         before_caller: the events for which the caller's next work waits.
@@ -379,8 +385,8 @@ class BusyGpu(HostDevice):
 def test_the_engines_own_work_on_a_gpu_does_not_count_as_a_late_copy(
     blending: Any, copies: Copies, cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, on_the_host: bool
 ) -> None:
-    """The last copies wait for buffers that earlier layers of the model still read; on a GPU, those layers are only
-    enqueued when the pipeline is closed.
+    """On a GPU, the engine's own unfinished work does not count as a late copy. The last copies wait for buffers that
+    earlier layers of the model still read, and those layers are only enqueued when the pipeline is closed.
     """
     device = BusyGpu()
     monkeypatch.setattr(cache, "deadline_s", 0.05)

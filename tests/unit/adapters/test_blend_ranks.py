@@ -89,7 +89,7 @@ layer. It raises an error to make the step fail."""
 
 
 class Rows:
-    """One rank's cached rows. The object is both the source and what it opens."""
+    """One rank's cached rows. The same object is the source and the opened rows."""
 
     def __init__(self, fault: Fault) -> None:
         self._fault, self._chosen = fault, len(REUSED)
@@ -224,7 +224,9 @@ def test_rows_are_those_of_the_first_rank_and_all_if_it_cannot_choose(
 
 @pytest.mark.parametrize("layer", [0, CHECK + 1, LAYERS - 1])
 def test_rows_that_may_be_lost_are_lost_on_the_rank_that_cannot_take_them(world: World, layer: int) -> None:
-    """The rows are those of a new segment. In the next test, the control, the forward pass may not lose such rows."""
+    """If a rank cannot capture rows of a new segment, the segment is lost on this rank, and the forward pass goes on.
+    In the next test, the control, the forward pass may not lose such rows.
+    """
     world.may_lose = True
     for _, keep in world.run(failing(("taken", layer), error=MemoryError)):
         assert np.flatnonzero(~keep).tolist() == REUSED.tolist()

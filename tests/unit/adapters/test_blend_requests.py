@@ -1,5 +1,5 @@
-"""The scheduler's side of blending: which requests are blended, how long they wait, and when their loads and stores are
-ordered.
+"""Tests the scheduler's side of blending: which requests are blended, how long they wait, and when their loads and
+stores are ordered.
 """
 
 from __future__ import annotations
@@ -326,7 +326,9 @@ def test_a_salt_serves_once_in_a_table_of_bounded_size(monkeypatch: pytest.Monke
 
 
 def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None:
-    """vLLM finds hits in its own cache before the connector can forbid it, so the request waits one step."""
+    """If vLLM's own cache has a hit under a salt that flexkv no longer remembers, the request does not use it. vLLM
+    finds the hit before the connector can forbid it, so the request waits one step.
+    """
     tracker = world.blended()
     assert world.match(tracker, computed=16) is None
     assert world.match(tracker, computed=16) is None
@@ -338,8 +340,8 @@ def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None
 
 
 def test_a_hit_after_its_segments_came_is_not_used(world: World) -> None:
-    """While the segments were coming, another request with the same salt has started, so vLLM has blocks for that
-    salt.
+    """A request does not use a hit in vLLM's own cache that appears while its segments are being loaded. Another
+    request with the same salt has started in the meantime, so vLLM has blocks for that salt.
     """
     tracker = world.blended()
     make_ready(world, tracker)

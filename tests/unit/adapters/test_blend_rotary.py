@@ -1,4 +1,4 @@
-"""For every kind of scaling, flexkv rotates a model's keys as vLLM's own rotary embedding does."""
+"""For every kind of RoPE scaling, flexkv rotates a model's keys as vLLM's own rotary embedding does."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def parameters(scaling: str) -> dict[str, Any]:
 
 
 def rotary(dtype: Any = torch.float32, is_neox_style: bool = True, **changed: Any) -> Any:
-    """vLLM's rotary embedding for the rope parameters `changed`."""
+    """Returns vLLM's rotary embedding for the rope parameters `changed`."""
     with set_current_vllm_config(VllmConfig()):
         return get_rope(HEAD_DIM, POSITIONS, is_neox_style, changed, dtype)
 
 
 def turn(described: str, module: Any, dtype: Any = torch.float32) -> Any:
-    """flexkv's rotation for a model whose configuration has the scaling `described` and whose layers have the rotary
-    embedding `module`.
+    """Returns flexkv's rotation for a model whose configuration has the scaling `described` and whose layers have the
+    rotary embedding `module`.
     """
     attention = SimpleNamespace(num_kv_heads=HEADS, head_size=HEAD_DIM, kv_cache=torch.empty(0, dtype=dtype))
     layer = SimpleNamespace(self_attn=SimpleNamespace(attn=attention, rotary_emb=module))

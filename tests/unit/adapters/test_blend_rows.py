@@ -1,4 +1,6 @@
-"""Rows of a batch: which rows belong to a request, which of them are kept, and how kept rows are grouped into runs."""
+"""Tests which rows of a batch belong to a request, which of them are kept for computing, and how kept rows are grouped
+into runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from flexkv.config import BlendConfig
 
 
 def batch_of(*sequences: tuple[int, int, int]) -> BatchRows:
-    """A batch of sequences, each given as (first slot, first position, number of rows)."""
+    """Makes a batch of sequences, each given as (first slot, first position, number of rows)."""
     lengths = [rows for _, _, rows in sequences]
     return BatchRows(
         np.cumsum([0, *lengths]).astype(np.int64),

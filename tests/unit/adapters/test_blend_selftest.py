@@ -1,4 +1,4 @@
-"""The self-test at the start of blending compares each row separately."""
+"""When blending starts, its self-test compares each row separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ WIDTH = 256
 
 
 def rounded(dtype: Any) -> tuple[Any, Any]:
-    """Two versions of the same random rows: one with random errors of the dtype's precision, and one without."""
+    """Returns two versions of the same random rows: one with random errors of the dtype's precision, and one
+    without.
+    """
     exact = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     wanted = exact.to(dtype)
     noise = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2)) * torch.finfo(dtype).eps
@@ -42,8 +44,8 @@ def test_control_all_rows_together_hide_it() -> None:
 
 
 def test_a_row_beside_a_much_larger_one_is_seen() -> None:
-    """In real models the output for the first token may be a hundred times longer than the others; it must not hide an
-    error in another row.
+    """An error in one row is noticed although another row is much larger. In real models the output for the first token
+    may be a hundred times larger than the others.
     """
     found, wanted = rounded(torch.float32)
     found[0] *= 1000
@@ -120,7 +122,7 @@ def lengths_one_too_long(blended: BlendForward) -> None:
 
 
 def a_neighbours_cached_row(blended: BlendForward) -> None:
-    """In all layers, gives one row the key and value of the next position."""
+    """Makes one row use the key and value of the next position, in all layers."""
 
     def shifted(layer: int, cached: Any, slots: Any) -> None:
         attention, (keys, values) = blended.attentions[layer], cached.take(layer)
@@ -163,7 +165,9 @@ def test_control_a_larger_limit_passes_over_a_late_fault(monkeypatch: pytest.Mon
 
 
 def test_layers_that_compute_all_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the check layer, the runs that are compared compute the same bits, so no rounding is measured."""
+    """For layers up to the check layer, the self-test measures no rounding, because the compared runs compute the same
+    bits there.
+    """
     moved: list[float] = []
 
     def of(dtype: Any, keys: Any, output: float) -> Limits:
@@ -189,8 +193,8 @@ def test_no_depth_explains_a_row_that_is_off_by_a_quarter() -> None:
 def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
     monkeypatch: pytest.MonkeyPatch, test: int, scaled: bool
 ) -> None:
-    """Two of the tests compare runs that use the same kernels, so the larger limit for deep models must not apply to
-    them. Here their outputs differ by more than the limit for every model, but by less than the limit of a deep model's
+    """Tests that compare runs of the same kernels do not get the larger limit for deep models. In this test, the
+    outputs of two such runs differ by more than the limit for every model, but by less than the limit of a deep model's
     oracle.
     """
     off = 3 * LIMITS[torch.bfloat16]
@@ -201,7 +205,7 @@ def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
 
     def moved(reused: Any, taken: Any = ()) -> Any:
         calls.append(reused)
-        # The first call runs layer by layer, the second measures rounding errors, and the third has a ratio of 1.
+        # The first call runs layer by layer. The second measures rounding errors. The third has a ratio of 1.
         return run(reused, taken) * (1 + off * (len(calls) == 1 + 2 * test))
 
     monkeypatch.setattr(blended, "_run", moved)

@@ -1,4 +1,4 @@
-"""A rank's start and its steps with blending: either all ranks begin to blend or none does, and every row of a step is
+"""A rank's start and its steps with blending. Either all ranks blend or none does, and every row of a step is
 counted.
 """
 
@@ -115,8 +115,8 @@ class Ranks:
             self.started[rank] = error
 
     def start(self) -> list[str]:
-        """Starts all ranks at once. Returns for each rank why it cannot blend, or the name of the exception that its
-        start raised.
+        """Starts all ranks at once. Returns for each rank the reason why it cannot blend, or the name of the exception
+        that its start raised.
         """
         threads = [
             threading.Thread(target=self._start, args=(rank,)) for rank in range(self.group.world_size)

@@ -1,5 +1,5 @@
-"""One forward pass of the model uses the plan of a step, however late vLLM ends the step. Chunks that are missing from
-the batch of any rank are computed fully on all ranks.
+"""A step's plan is used by one forward pass of the model, however late vLLM ends the step. If a rank does not find a
+chunk in its batch, all ranks compute this chunk fully.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plain:
     """Stands for vLLM's model class."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Has no weights."""
+        """Makes a model without weights."""
 
     def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any) -> str:
         return "plain"
@@ -82,7 +82,7 @@ def make_engine(
 
 
 class PlannedStep:
-    """A plan whose forward pass returns the names of the plan's requests."""
+    """Stands for a plan. Its forward pass returns the names of the plan's requests."""
 
     def __init__(self, forward: Any, pages: Any, chunks: list[ChunkOrder], counters: Any) -> None:
         self._names = "+".join(each.request for each in chunks)
@@ -97,8 +97,9 @@ class PlannedStep:
 def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
-    """Runs one step per plan ("" means no plan). Returns, for each step, the plan that each of three forward passes
-    used: the target model's, the draft model's, and one after the step, like the dummy pass of an idle rank.
+    """Runs one step per plan ("" means no plan). Returns, for each step, the plans that three forward passes used: the
+    pass of the target model, the pass of the draft model, and a pass after the step, like the dummy pass of an idle
+    rank.
     """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None
@@ -159,7 +160,7 @@ def test_control_a_model_that_leaves_the_plan_blends_the_drafts_forward(
 
 
 class Step:
-    """A plan that finds none of its rows in the batch, and so computes nothing."""
+    """Stands for a plan that finds none of its rows in the batch, and so computes nothing."""
 
     def forward(self, input_ids: Any, positions: Any) -> None:
         return None
@@ -188,7 +189,7 @@ def test_what_a_plan_cannot_compute_the_model_computes(
 
 
 class Pages:
-    """One rank's segments.
+    """Stands for one rank's segments.
 
     Attributes:
         lost: numbers of the new segments that were not captured because their rows were not found.
@@ -306,7 +307,9 @@ def test_the_model_computes_a_step_without_any_of_its_chunks(monkeypatch: pytest
 def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
     monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
 ) -> None:
-    """The control: if the ranks do not agree on the chunks, one computes fewer rows than the other."""
+    """If only one rank does not find a chunk's rows or segments, both ranks compute the chunk fully. In the control the
+    ranks do not agree on the chunks, and one computes fewer rows than the other.
+    """
     rank = Rank(BOTH, "a", "b")
     other.forward.ran.clear()
     if not agrees:
@@ -369,7 +372,9 @@ def test_the_model_computes_a_step_that_loses_rows_again_and_again(monkeypatch: 
 def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_both(
     monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    """The control: without the guard, the failing rank raises, and the other rank waits for it."""
+    """If one rank cannot read its batch, the model computes the step on both ranks. In the control, without the guard,
+    the failing rank raises, and the other rank waits for it.
+    """
     ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")
     monkeypatch.setattr(ranks[1].forward, "batch", no_memory)
     if not guarded:

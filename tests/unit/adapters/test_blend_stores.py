@@ -1,4 +1,4 @@
-"""A rank stores captured segments in host memory. No step waits for these stores, and later loads find the segments."""
+"""A rank stores captured segments in host memory. No step waits for these stores. Later loads find the segments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pages() -> Iterator[BlendPages]:
 
 
 class Held:
-    """A context in which no transfer of the engine ends. Fails if anything waits for a transfer."""
+    """A context in which no transfer of the engine ends. The test fails if anything waits for a transfer."""
 
     def __init__(self, pages: BlendPages, patch: pytest.MonkeyPatch) -> None:
         self._engine, self._patch = pages.cache.engine, patch
@@ -78,7 +78,7 @@ def arrival(pages: BlendPages, request: str) -> Any:
 
 
 def kept_planes(pages: BlendPages) -> np.ndarray:
-    """The segment's cached keys and values, loaded for position 0: [layers, 2, heads, tokens, head_dim]."""
+    """Loads the segment for position 0. Returns its cached keys and values: [layers, 2, heads, tokens, head_dim]."""
     pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
     assert arrival(pages, "r").tokens == (len(SEGMENT),)
     layers = pages.rows("r", [(0, len(SEGMENT))], 0, len(SEGMENT)).open(0)
@@ -92,8 +92,9 @@ def kept_planes(pages: BlendPages) -> np.ndarray:
 def test_what_is_captured_in_chunks_comes_back_in_each_layer(
     pages: BlendPages, ends: tuple[int, ...], wrong: str
 ) -> None:
-    """The last chunk has one row more than the segment; the engine computes its first generated token with that row. In
-    two control cases, the rows of every chunk go to the first chunk's place, or layers are exchanged.
+    """A segment that is captured in chunks is loaded again with the right rows in every layer. The last chunk has one
+    row more than the segment: the engine computes its first generated token with it. In the control cases all chunks go
+    to the first chunk's position, or layers are exchanged.
     """
     asks = NewSegment(SEGMENT, "", 1)
     wanted = planes_of(SEGMENT)
@@ -210,7 +211,9 @@ def test_new_weights_make_a_store_in_flight_a_miss(
 
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step does not wait until the tiers have confirmed that they dropped the pages; later polls do."""
+    """When the weights change, no step waits until the tiers have confirmed that they dropped the pages. Later polls
+    wait instead.
+    """
     capture(pages)
     end_stores(pages)
     waited: list[float] = []
@@ -237,7 +240,9 @@ CLOSE_S = 0.4
 
 @pytest.mark.parametrize("each", [False, True], ids=["one for all", "control"])
 def test_a_close_has_one_deadline_for_all_that_hangs(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
-    """Three threads of the device hang, there are two stores, and no transfer ends in time."""
+    """A close waits for hanging threads and transfers with one common deadline. Three threads of the device hang, there
+    are two stores, and no transfer ends in time.
+    """
     pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
     pages.cache.unit.close_s = CLOSE_S
     device, go_on = HostDevice(one_thread=False), threading.Event()
@@ -362,7 +367,9 @@ LATER = np.arange(300, 360)
 def test_stores_that_begin_later_keep_no_load_waiting(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:
-    """Each new store takes the staging memory of one that has ended, so a store is always in flight."""
+    """A load that waits for staging memory gives up instead of also waiting for stores that began after it. In this
+    test each new store takes the staging memory of an ended one, so a store is always in flight.
+    """
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, going = SegmentStore.advance, list[SegmentStore]()
@@ -388,7 +395,9 @@ def test_stores_that_begin_later_keep_no_load_waiting(
 def test_a_load_that_waits_for_staging_room_asks_again_for_what_comes(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load that asks repeatedly keeps its place in the queue for slots in host memory."""
+    """A load that waits for staging memory repeats its lookup, so that it keeps its position in the queue for slots in
+    host memory.
+    """
     capture(pages, "second", SECOND)
     end_stores(pages)
     advance, asked = SegmentFetch.advance, []

@@ -1,5 +1,5 @@
-"""A blended forward pass whose segments are read from disk in ranges of layers. The pass begins when the first layers
-are in memory. If a later range of a segment is damaged or missing, the pass begins again without that segment.
+"""A blended forward pass reads its segments from disk in ranges of layers. The pass begins when the first layers are in
+memory. If a later range of a segment is damaged or missing, the pass begins again without that segment.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ MISSED = "flexkv_blend_missed_pages_total"
 
 
 class Attention(torch.nn.Module):
-    """An attention layer that records what its slots hold: zeros for rows that the layer computed, else the cached rows
-    that were written to them.
+    """An attention layer that records the content of its slots: zeros for rows that the layer computed, else the cached
+    rows that were written to them.
     """
 
     def __init__(self, number: int) -> None:
@@ -173,7 +173,7 @@ BOTH = len(FIRST), len(SECOND)
 def wanted(
     tmp_path: Path, at: object, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """Returns a function that gives the correct result of a forward pass, computed by a rank that reads everything
+    """Returns a function that gives the correct result of a forward pass, computed by a rank that reads all layers
     first. `tokens` gives the number of tokens to use of each segment; 0 leaves the segment out.
     """
 
@@ -198,7 +198,9 @@ def stalled(
 def test_the_first_layers_are_used_while_the_last_range_is_being_read(
     world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_layers: int
 ) -> None:
-    """In the control, the forward pass begins only when all layers are in memory."""
+    """The forward pass uses the first layers of a segment while the last range of layers is still being read. In the
+    control, the pass begins only when all layers are in memory.
+    """
     right = wanted()
     cache, faults = stalled(monkeypatch, tmp_path, at[1, 2], LAST)
     world.open(cache, first_layers)
@@ -226,7 +228,9 @@ def test_the_first_layers_are_used_while_the_last_range_is_being_read(
 def test_a_damaged_range_loses_its_segment_alone_and_leaves_no_wrong_row(
     world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    """If the damaged range is the last one, it is read only after the first layers of the model have run."""
+    """If one range of layers is damaged, only its segment is lost, and no wrong row is left. The last range is read
+    only after the first layers of the model have run.
+    """
     without = wanted((len(FIRST), 0))
     assert not np.array_equal(without, wanted()), "the segment's rows are seen"
     flip(tmp_path, at[1, 1], layer)

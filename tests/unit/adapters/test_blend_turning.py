@@ -30,9 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Pages:
-    """Makes pages. With device "stand-in", they use torch's own memory and streams on the CPU, as pages on a GPU use
-    those of the GPU.
-    """
+    """Makes pages. With device "stand-in", the pages use torch's CPU memory and streams in place of a GPU's."""
 
     def __init__(self) -> None:
         self.made: list[BlendPages] = []
@@ -85,7 +83,7 @@ def test_a_device_without_streams_is_refused(make: Pages) -> None:
 def test_a_core_without_kernels_for_the_device_is_refused(
     make: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The native core was built without CUDA, and the engine uses a GPU."""
+    """If the native core was built without CUDA and the engine uses a GPU, blending is refused."""
     apply = KeyRotation.apply
 
     def on_the_cpu_alone(self: KeyRotation, source: Any, *given: Any, **more: Any) -> None:

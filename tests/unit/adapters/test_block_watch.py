@@ -1,5 +1,5 @@
-"""flexkv watches the blocks of stores in flight, so that it notices when vLLM's block pool hands one of them out. The
-tests use vLLM's own pool.
+"""flexkv watches the blocks of stores in flight, so that it notices when vLLM's block pool allocates one of them again.
+The tests use vLLM's own pool.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
 
 
 def test_steps_that_hand_out_no_block_look_at_none() -> None:
-    """The control shows that a look at a block would be counted."""
+    """If the pool allocates no block, `take_reused` looks at no watched block. The control shows that such a look would
+    be counted.
+    """
 
     class Counted(dict):  # type: ignore[type-arg]
         looks = 0
@@ -121,8 +123,8 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 
 
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
-    """Every watch of a block is notified. If a store of a held block begins, the order of the engine's free queue does
-    not change.
+    """Both holds on the same blocks report which blocks the pool allocated. Beginning a store of a held block does not
+    change the order of the engine's free queue.
     """
     pool = make_pool(8)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
@@ -209,8 +211,8 @@ def test_closing_leaves_the_pool_as_it_was() -> None:
 
 
 def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() -> None:
-    """The pool has one callback per block. If another user replaces flexkv's, flexkv can no longer learn that the block
-    is reused.
+    """A block counts as reused if another user replaces flexkv's callback on it. The pool has one callback per block,
+    so flexkv can no longer learn when the block is reused.
     """
     pool = make_pool(8)
     blocks = pool.get_new_blocks(3)
@@ -220,7 +222,7 @@ def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() ->
     pool.touch(blocks[2:])
     pool.unpin_blocks(blocks[2:], lambda block: None)
     assert watch.take_reused() == {}
-    pool.get_new_blocks(1)  # it does not matter which block this is
+    pool.get_new_blocks(1)  # which block this allocates does not matter
     assert watch.take_reused() == {OP: [2]}
     assert watch.take_reused() == {}
 

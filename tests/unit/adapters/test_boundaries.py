@@ -1,4 +1,4 @@
-"""Lengths at which requests of a hybrid engine can be resumed, and the pages of windows, chunks and states that are
+"""Shows at which lengths requests of a hybrid engine can be resumed, and which pages of windows, chunks and states are
 stored for this purpose.
 """
 
@@ -84,7 +84,7 @@ def test_only_what_nobody_but_a_sibling_hits_is_spare() -> None:
     some = boundaries(window(4), checkpoint=64)
     prompt = 210
     found = {b: some.is_spare(b, prompt) for b in some.between(0, 400, prompt)}
-    # The window of the prompt's end covers tokens 144 to 208, so the checkpoint at 192 shares pages with it.
+    # The window at the prompt's end covers tokens 144 to 208, so the checkpoint at 192 shares pages with it.
     assert found == {64: True, 128: True, 192: False, 208: False, 256: True, 320: True, 384: True}
     with_chunks = boundaries(window(4), chunk(128), checkpoint=64)
     assert not with_chunks.is_spare(192, 200)
@@ -97,7 +97,8 @@ def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
     for end in range(16, 400, 16):
         if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
             stored.append(after := end)
-    # Checkpoint 64, the end 96 of the shared prefix, checkpoint 160, the prompt's end 208, then each block of output.
+    # The checkpoint 64, the end 96 of the shared prefix, the checkpoint 160, the prompt's end 208, then each block of
+    # output.
     assert stored == [64, 96, 160, *range(208, 400, 16)]
     assert not some.wants_states(208, 208, 210, 0), "stored before"
 
@@ -137,8 +138,8 @@ def test_pages_that_a_hit_needs(group: BlockGeometry, boundary: int, pages: tupl
 
 
 def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]:
-    """Lengths of the hits, up to `tokens`, that a lookup finds if host memory holds these pages of the group and no
-    others.
+    """Returns the lengths of the hits, up to `tokens`, that a lookup finds if host memory holds only these pages of the
+    group.
     """
     blocks = tokens // group.block_tokens
     keys = np.random.default_rng(1).integers(0, 256, (blocks, 16), np.uint8)
@@ -160,8 +161,8 @@ def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]
     ids=str,
 )
 def test_a_lookup_needs_the_pages_that_are_stored_and_no_fewer(group: BlockGeometry) -> None:
-    """The rule is implemented twice: for lookups in `csrc/index/group_rule.h`, for stores in `pages_at`. The two must
-    agree.
+    """A lookup needs exactly the pages that are stored for its length. The rule is implemented twice, for lookups in
+    `csrc/index/group_rule.h` and for stores in `pages_at`, and both must agree.
     """
     for boundary in range(group.block_tokens, 320 + 1, group.block_tokens):
         pages = list(range(*pages_at(group, boundary)))

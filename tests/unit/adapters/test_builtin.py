@@ -1,5 +1,5 @@
-"""Refusals and warnings of the implementation behind `FlexKVConnectorV1`, the connector class for flexkv that vLLM
-ships. Another test checks its hits with the real engine.
+"""Refusals and warnings of flexkv's implementation behind `FlexKVConnectorV1`, the connector class that vLLM ships for
+flexkv. Another test checks the hits with the real engine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.unit.adapters.mini_pools import kv_config, make_caches
 
 
 def engine(**changes: Any) -> Any:
-    """The values of an engine's configuration that the connector reads. Changed values are given as keywords
-    `section__field`.
+    """Makes the parts of an engine's configuration that the connector reads. Keywords `section__field` change single
+    values.
     """
     sections: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {
@@ -84,9 +84,9 @@ def test_what_it_cannot_do_safely_is_refused(
 
 @pytest.mark.parametrize(("policy", "refused"), [("recompute", True), ("fail", False)])
 def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str, refused: bool) -> None:
-    """With vLLM's own connector class, loads end within the step, and after a failed load Model Runner V2 does not
-    reduce its count of computed tokens. With the policy "fail", the control, the request ends instead, so V2 is
-    accepted.
+    """Model Runner V2 is refused with the load failure policy "recompute". With vLLM's own connector class, loads end
+    within the step, and V2 does not reduce its count of computed tokens after a failed load. With the policy "fail",
+    the control, the request ends instead, so V2 is accepted.
     """
     asked = engine(kv_transfer_config__kv_load_failure_policy=policy)
     asked.use_v2_model_runner = True
@@ -201,7 +201,9 @@ def test_a_server_that_ends_suddenly_is_warned_about(
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_pool_is_that_of_the_workers_connector(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool with several KV groups is refused, because only flexkv's own connector class serves them."""
+    """The worker takes its pool's configuration from vLLM's own connector. A pool with several KV groups is refused,
+    because only flexkv's own connector class serves several groups.
+    """
     config = kv_config(9)
     config.kv_cache_groups *= groups
     agent = SimpleNamespace(_kv_cache_config=config)

@@ -73,13 +73,15 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
 def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
     make_engine: Make, log: pytest.LogCaptureFixture
 ) -> None:
-    """Without the warning, the longest possible prompt is a full hit."""
+    """If the start warns, a second run of the longest possible prompt is no full hit. Without the warning it is a full
+    hit.
+    """
     tokens = 16 * BLOCK_TOKENS
     for blocks, warned in ((12, True), (16, False)):
         log.clear()
         engine = make_engine(
             prompt_limit=PromptLimit(tokens, "max_model_len"),
-            # Stores of all of the prompt's blocks may be in flight at once.
+            # Stores of all of the prompt's blocks may be in flight at the same time.
             **{"host.bytes": blocks * SLOT_BYTES, "store.max_reference_share": 1.0},
         )
         assert bool(warnings(log)) == warned

@@ -44,7 +44,7 @@ Make = Callable[..., MiniEngine]
 
 
 def keys_by_hand(tokens: list[int], seed: bytes = b"") -> np.ndarray:
-    """The index keys of SGLang's chain of page hashes, computed with hashlib."""
+    """Returns the index keys of SGLang's chain of page hashes, computed with hashlib."""
     chain, prior = EngineKeyChain(NAMESPACE, 0), seed
     for block in range(len(tokens) // BLOCK_TOKENS):
         content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
@@ -86,7 +86,9 @@ def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(
 
 
 def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engine: Make) -> None:
-    """vLLM appends a streaming session's images to the list that the request has had from the beginning."""
+    """If an image enters a streaming session, the blocks from the image on get no keys. vLLM appends the session's
+    images to the list that the request has had from the beginning.
+    """
     engine = make_engine(**COMMON)
     request = make_request(PROMPT[:8], "one")
     tracker = engine.side.requests.of(request)
@@ -137,9 +139,9 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     settings = load_config(COMMON, {})
     other = EngineArguments.of(arguments(model=str(folder)))
     assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
-    # Neither the engine's own reading of the model's file nor the size of the pool changes the namespace.
+    # The namespace depends neither on how the engine itself reads the model's file nor on the size of the pool.
     assert vllm(folder, one_group(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
-    # Keys of the engines' own schemes are in other namespaces.
+    # Keys of the engines' own key schemes are in other namespaces.
     engine = load_config({}, {})
     assert namespace_of_vllm(config(folder), GEOMETRY, engine) != vllm(folder)
     assert namespace_of_tensorrt_llm(other, engine, 16, "float16") not in (

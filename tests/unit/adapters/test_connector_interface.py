@@ -27,7 +27,9 @@ OURS_IN_ANY_VERSION = ("unregister_kv_caches", "restore_kv_caches")
 
 
 class In033(FlexKVConnector):
-    """flexkv's class with the hooks that vLLM 0.33 adds. With an older vLLM, flexkv's class does not have them."""
+    """flexkv's class with the hooks that only vLLM 0.33 has. When an older vLLM is installed, flexkv's class lacks
+    these hooks.
+    """
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -47,13 +49,13 @@ def test_the_connector_has_what_no_version_does_for_it(hook: str) -> None:
 def test_control_a_hook_with_other_parameters_is_found() -> None:
     class Wrong(In033):
         def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
-            """Has no `**kwargs`."""
+            """A wrong hook: it has no `**kwargs`."""
 
         def request_finished(self, request: Any) -> None:  # type: ignore[override]
-            """Has no parameter for the blocks."""
+            """A wrong hook: it has no parameter for the blocks."""
 
         def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:  # type: ignore[override]
-            """Has another name for the last parameter."""
+            """A wrong hook: its last parameter has another name."""
 
         restore_kv_caches = None  # type: ignore[assignment]
 
@@ -67,7 +69,9 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
 
 
 def test_the_table_is_what_the_installed_engine_calls() -> None:
-    """The test fails when a new version of vLLM adds a hook."""
+    """The table of hooks equals the hooks of the installed vLLM. The test fails when a new version of vLLM adds a
+    hook.
+    """
     assert public_hooks(KVConnectorBase_V1) == INTERFACES[MAJOR, MINOR]
     assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
     names = dir(KVConnectorBase_V1)
@@ -76,7 +80,7 @@ def test_the_table_is_what_the_installed_engine_calls() -> None:
 
 
 def test_the_connector_serves_several_kv_groups() -> None:
-    """vLLM turns its hybrid KV cache manager off for connectors that do not support `SupportsHMA`."""
+    """The connector supports `SupportsHMA`. For connectors without it, vLLM turns its hybrid KV cache manager off."""
     assert issubclass(FlexKVConnector, SupportsHMA)
     finished = KVConnectorBase_V1.request_finished
     assert parameters_of(FlexKVConnector.request_finished_all_groups) == parameters_of(finished)

@@ -1,4 +1,4 @@
-"""The cost benchmark has a clock for every hook, and other processes can read these clocks."""
+"""The cost benchmark times every hook of flexkv's connector. Other processes can read the sums of these times."""
 
 from __future__ import annotations
 

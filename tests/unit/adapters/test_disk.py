@@ -1,5 +1,5 @@
-"""The disk tier under both sides of the connector, with real slabs: an engine finds the pages that an earlier engine
-stored.
+"""Tests the disk tier with the scheduler's and the worker's side of the connector and real slabs: an engine finds the
+pages that an earlier engine stored.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def test_every_mode_keeps_everything_over_an_orderly_end(
 
 @pytest.mark.parametrize("mode", ["through", "back", "evict"])
 def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
-    # A burst of stores can only use slots that are free when it begins; one slot in 16 is kept free for it.
+    # One slot in 16 is kept free for a burst of stores. A burst can only use slots that are free when it begins, so
+    # evicting needs a larger tier.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
     slots = engine.unit.slots
@@ -180,7 +181,8 @@ def test_a_reset_reaches_the_disk(make_disk_engine: Make) -> None:
     assert engine.run(make_request(PROMPT, "two")) == 0
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-    # After a reset, no other process can know the weights, so pages stored from now on are useless to later engines.
+    # After a reset, no other process can know the weights. So a later engine does not find the pages that this engine
+    # stored after the reset.
     engine = make_disk_engine()
     assert engine.run(make_request(PROMPT, "four")) == 0
     engine = make_disk_engine()

@@ -1,5 +1,5 @@
-"""With streaming, blocks are promised while they are still being read from disk. The tests use both sides of the
-connector and real slabs.
+"""With streaming, flexkv promises blocks while it still reads them from disk. The tests use the scheduler's and the
+worker's side of the connector, with real slabs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
-    # The load's deadline is an hour, so only the rejected read can end the load here.
+    # The load's deadline is an hour, so only the rejected read can end the load in this test.
     engine = make_streaming(**{"load.deadline_s": 3600})
     driver = engine.unit.driver
     monkeypatch.setattr(driver._planes[DISK], "submit", lambda graph: None)

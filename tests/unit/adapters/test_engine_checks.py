@@ -1,4 +1,4 @@
-"""Engines and models that flexkv refuses at their start, and the wording of the refusals."""
+"""Shows which engines and models flexkv refuses at their start, and the wording of the refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def parallel(**fields: Any) -> Any:
 
 
 class Model(SimpleNamespace):
-    """The attributes of a model's configuration from which vLLM decides whether it caches prefixes."""
+    """Stands for a model's configuration. vLLM decides from its attributes whether it caches prefixes."""
 
     is_diffusion = ModelConfig.is_diffusion
     is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported
@@ -54,8 +54,10 @@ class Model(SimpleNamespace):
 def model(
     attention: str = "decoder", pooling: tuple[str | None, str | None] | None = None, **config: Any
 ) -> Any:
-    """Args:
-    pooling: the types of the poolers for sequences and for tokens. None for a model that generates text.
+    """Makes a model's configuration.
+
+    Args:
+        pooling: the types of the poolers for sequences and for tokens. None for a model that generates text.
     """
     pooler = pooling and SimpleNamespace(seq_pooling_type=pooling[0], tok_pooling_type=pooling[1])
     hf_config = SimpleNamespace(**config)
@@ -152,7 +154,7 @@ def test_a_connector_that_is_gone_is_not_counted() -> None:
 
 
 class Layer(AttentionLayerBase):
-    """An attention layer that has only a backend."""
+    """Stands for an attention layer of which flexkv reads only the backend."""
 
     def __init__(self, backend: type[Any]) -> None:
         self.backend = backend
@@ -169,8 +171,9 @@ class Layer(AttentionLayerBase):
 def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
-    """The test also checks that vLLM itself turns prefix caching off for these backends. The control: without the mode,
-    or with another backend, flexkv does not refuse the engine.
+    """In batch-invariant mode, flexkv refuses attention backends for which vLLM itself turns prefix caching off. The
+    test checks vLLM's source for this, too. The control: without the mode, or with another backend, flexkv does not
+    refuse the engine.
     """
     condition = inspect.getsource(attention), inspect.getsource(mla_attention)
     assert all(

@@ -1,4 +1,4 @@
-"""What flexkv reports to vLLM: KV events and metrics."""
+"""flexkv reports KV events and metrics to vLLM."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
-    """A store has two ops: one writes to disk, and its blocks are not announced; the other copies to host memory, and
-    its blocks are.
+    """The two ops of a store announce only their own blocks. The blocks of the op that writes to disk are not
+    announced. The blocks of the op that copies to host memory are.
     """
     geometry = PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)
     host: Any = SimpleNamespace(in_use=True)
@@ -191,7 +191,7 @@ def test_every_series_is_exported_at_zero_before_anything_happens() -> None:
             for values in itertools.product(*(values for _, values in metric.labels)):
                 labels = {"model": "m", "engine": engine, **dict(zip(names, values, strict=True))}
                 assert (f"vllm:{metric.name}", frozenset(labels.items())) in exported
-    # Later counts are added to the same series; no series appears twice.
+    # Later counts are added to the existing series, so no series appears twice.
     counters = Counters()
     counters.add("flexkv_failed_pages_total", 2, direction="store", reason="deadline")
     metrics.observe(counters.data, 1)

@@ -1,4 +1,4 @@
-"""Extra keys keep the partial tails of different callers apart."""
+"""Extra keys give the partial tails of different callers different keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_a_value_without_stable_form_is_refused() -> None:
 def test_salt_counts_in_the_first_block_only() -> None:
     plain, salted = make_request(TOKENS), make_request(TOKENS, cache_salt="tenant")
     assert tail_extra(plain, 0, 3) != tail_extra(salted, 0, 3)
-    # Later blocks do not need the salt, because the hash of their parent depends on it.
+    # Later blocks do not need the salt in their extra keys, because their hash depends on the hash of their parent
+    # block.
     assert tail_extra(plain, 4, 6) == tail_extra(salted, 4, 6)
     assert plain.block_hashes[0] != salted.block_hashes[0]
 

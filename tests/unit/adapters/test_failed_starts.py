@@ -1,4 +1,6 @@
-"""A start that fails changes nothing in its process: the next engine in that process is not refused as a second one."""
+"""A start that fails changes nothing in its process. The next engine in that process is not refused as a second
+engine.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ PROMPT = list(range(10, 40))
 
 
 class KeptRunner(model_runners.RunnerV1):
-    """Keeps its connector in vLLM's global variable, as vLLM does, and sets the variable before the connector registers
-    the KV cache.
+    """A model runner that keeps its connector in vLLM's global variable, as vLLM does. It sets the variable before the
+    connector registers the KV cache.
     """
 
     def __init__(self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, Any]) -> None:
@@ -35,8 +37,8 @@ class KeptRunner(model_runners.RunnerV1):
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScheduledEngine]]:
-    """Returns a function that starts an engine in this process. Engines that are still running after the test are then
-    closed.
+    """Returns a function that starts an engine in this process. After the test, the fixture closes all engines that
+    were started.
     """
     monkeypatch.setitem(model_runners.RUNNERS, "kept", KeptRunner)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
@@ -57,7 +59,7 @@ class Misshaped(WorkerSide):
 
 
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
-    """Arguments that make a start fail in the way that `kind` names, and the type of the error."""
+    """Returns the type of the error that `kind` names, and arguments with which a start fails with this error."""
     (folder / "file").write_text("")
     starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),

@@ -173,8 +173,8 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
 
 
 def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
-    """The load whose copies are in flight is reported when they have stopped. The loads queued behind it, whose copies
-    have not begun, are reported at their deadline.
+    """A load that gets no queue entry before its deadline fails at its deadline. The load whose copies are in flight is
+    reported when they have stopped.
     """
     engine, slow, requests = four_loads(make_engine, PROMPT, **{"load.deadline_s": 0.05})
     names = [request.request_id for request in requests]
@@ -192,7 +192,9 @@ def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_client_that_hangs_up_while_its_load_runs_is_no_failure(make_engine: Make, fails: bool) -> None:
-    """With `fails`, the control, the load's copies fail, and no client disconnects."""
+    """If a client disconnects while its load runs, the load's pages count as cancelled, not as failed. With `fails`,
+    the control, the load's copies fail, and no client disconnects.
+    """
     slow = faulty_worker(testing_ext.FaultRule(FAIL if fails else STALL, kind=H2D, times=1))
     engine = stored_engine(make_engine, PROMPT, worker_class=slow)
     engine.add(make_request(PROMPT, "two"))

@@ -1,4 +1,4 @@
-"""Everything that changes the KV changes the namespace; nothing else does."""
+"""Every fact that changes the KV changes the namespace. No other fact changes it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def ngram(method: str = "ngram") -> Any:
 
 
 def draft(folder: Path, content: bytes = b"d", text: TextConfig | None = None, **changes: Any) -> Any:
-    """A speculative configuration whose draft model has its own weights."""
+    """Makes a speculative configuration whose draft model has its own weights."""
     place = folder / f"draft-{content.hex()}"
     place.mkdir(exist_ok=True)
     (place / "pytorch_model.bin").write_bytes(content * 5000)
@@ -123,7 +123,9 @@ def test_what_changes_the_kv_changes_the_namespace(folder: Path, changes: dict) 
 
 
 def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
-    """For some of these types the pages have the same size, so only the keys tell them apart."""
+    """Each type of KV has its own keys. For some of these types the pages have the same size, so only the keys
+    distinguish them.
+    """
     ways: list[dict[str, Any]] = [
         {"cache_dtype": dtype, "skipped": skipped}
         for dtype in (
@@ -154,7 +156,9 @@ def test_every_type_of_kv_has_keys_of_its_own(folder: Path) -> None:
     ],
 )
 def test_the_longest_request_decides_the_factors_of_long_rope(folder: Path, rope: dict[str, Any]) -> None:
-    """If requests may be longer than the model's original context, vLLM uses the long factors for all positions."""
+    """With long RoPE, the longest possible request determines the namespace. If it exceeds the model's original
+    context, vLLM uses the long factors for all positions.
+    """
     text = TextConfig(**rope)
     short, long = (namespace(folder, text=text, max_tokens=tokens) for tokens in (4096, 4097))
     assert short != long
@@ -208,7 +212,7 @@ def test_weights_that_samples_name_are_read_whole(folder: Path) -> None:
     assert content(folder).paths == (str(folder),)
     assert content(folder, draft=ngram()).paths == (str(folder),)
     assert content(folder, draft=eagle).paths == (str(folder), place)
-    # The user gave the model a name, but not the draft model.
+    # With `identity.model` the user names the main model, but not the draft model.
     named = {"identity.model": "v2"}
     assert content(folder, extra=named) == NAMED
     assert content(folder, extra=named, draft=eagle).paths == (place,)

@@ -1,4 +1,4 @@
-"""Which copies wait for a running forward pass, and which do not. The tests use a fake GPU on which a test can hold the
+"""Shows which copies wait for a running forward pass, and which do not. The tests use a fake GPU that can hold a
 forward pass, with both of vLLM's model runners.
 """
 
@@ -30,7 +30,7 @@ class GpuEngine(ScheduledEngine):
     world: FakeGpuWorld
 
     def copies_end(self, wait_s: float) -> bool:
-        """Whether all submitted copies end; waits at most this long for each."""
+        """Waits at most `wait_s` for each submitted copy. Returns whether all of them ended."""
         ops = self.worker.worker._ops
         return all(ops.engine.wait(op.ticket, wait_s) for op in ops._ops.values())
 
@@ -63,7 +63,7 @@ def make_engine(
 
 
 def load_beside_a_forward(engine: GpuEngine) -> None:
-    """Orders an async load in a step whose forward pass, for another request, the test holds."""
+    """Orders an async load in a step in which the test holds the forward pass of another request."""
     engine.run("one", PROMPT)
     engine.forget()
     engine.add("busy", OTHER, output=20)
@@ -105,9 +105,9 @@ def test_control_behind_all_that_the_stream_was_given_it_waits(
 def test_loads_wait_where_the_runner_touches_new_blocks(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, spared: bool
 ) -> None:
-    """The runner in this test clears the blocks of a load, although vLLM's own runner promises not to. With `spared`,
-    the control, flexkv trusts the promise, and the runner clears loaded KV. Under V2 this does no harm, because V2
-    clears blocks before it calls its first hook.
+    """Loads wait for the forward pass if the model runner clears new blocks. vLLM's own runner promises not to clear a
+    load's blocks, but the runner in this test does. With `spared`, the control, flexkv trusts the promise, and the
+    runner clears loaded KV. Under V2 this does no harm, because V2 clears blocks before it calls its first hook.
     """
     engine = make_engine()
     scheduler: Any = engine.scheduler
@@ -170,7 +170,7 @@ SMALL: dict[str, Any] = {"blocks": 20, "step_tokens": 128, "store.max_reference_
 def test_a_long_forward_neither_stalls_the_worker_nor_loses_a_page(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With this limit, a wait for the forward pass would last until the pass ends.
+    # With this long limit, a worker that waited for the forward pass would wait until the pass ends.
     monkeypatch.setattr(worker, "REUSE_WAIT_S", LONG_S)
     engine = make_engine(**SMALL)
     assert reuse_under_a_forward(engine)
@@ -195,7 +195,9 @@ def test_control_a_wait_for_the_copies_stalls_the_worker(
 
 
 def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs until a step stores a block that earlier forward passes filled. The step's own forward pass is held."""
+    """Runs steps until one stores a block that earlier forward passes filled. That step's own forward pass stays
+    held.
+    """
     engine.add("one", PROMPT, output=40)
     manager: Any = engine.connector.scheduler.unit.manager
     for _ in range(4):
@@ -248,8 +250,8 @@ def test_control_a_block_that_the_forward_fills_waits_for_it(make_engine: Make) 
 def test_a_store_does_not_wait_for_what_follows_the_forward(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, hooked: bool
 ) -> None:
-    """Model Runner V2 calls `wait_for_save` after sampling, V1 before it. In the control, V2's connector lacks the hook
-    that V2 calls after the forward pass.
+    """A store waits for the forward pass, but not for the sampling after it. V2 calls `wait_for_save` after sampling,
+    V1 before it. In the control, the connector lacks the hook that V2 calls right after the forward pass.
     """
     engine = make_engine()
     if not hooked:

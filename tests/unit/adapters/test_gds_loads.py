@@ -1,5 +1,5 @@
-"""Loads from real slabs that bypass host memory (GDS), under both sides of the connector. The engine's pool is plain
-memory.
+"""Tests loads from real slabs that bypass host memory (GDS), with the scheduler's and the worker's side of the
+connector. The engine's pool is plain memory.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
 def test_by_layer_host_pages_and_those_on_disk_in_one_load(
     make_gds: Make, tmp_path: Path, damaged: bool
 ) -> None:
-    """The forward pass waits at each layer for both kinds of pages: those from host memory and those from disk."""
+    """In a layerwise load, the forward pass waits at each layer for the pages from host memory and for those from
+    disk.
+    """
     layerwise = {"load.mode": "layerwise"}
     engine = make_gds(**layerwise)
     engine.run(make_request(PROMPT, "one"))
@@ -180,7 +182,8 @@ def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_hos
     refuse_rank(monkeypatch, 1)
     caplog.clear()
     engine = make_gds(**settings, **{"disk.gds": "auto"})
-    # The first load may be planned before the ranks have reported. The engine then computes it; no page is dropped.
+    # The first load may be planned before the ranks have reported. In that case the engine computes the load's blocks,
+    # and no page is dropped.
     engine.run(make_request(PROMPT, "two"))
     assert gds_pages(engine) == 0
     assert disk_tier(engine.unit.manager).counts.failed_reads == 0
@@ -237,7 +240,7 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: P
     (row,) = engine.unit.slabs.disks[0]
     engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
-    # The slab is truncated only now, because at a start a slab that is too short is replaced.
+    # The slab is truncated after the start, because a start replaces a slab that is too short.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
     engine.end_load("two")
     assert 0 < len(engine.invalid) <= 3
@@ -306,7 +309,9 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
 def test_with_auto_slabs_that_nothing_reaches_straight_are_left(
     monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
-    """The machine may seem to offer direct I/O that its disks do not support."""
+    """With "auto", flexkv does not use slabs that the rank cannot read with direct I/O. A machine may seem to offer
+    direct I/O that its disks do not support.
+    """
     lane: Any = SimpleNamespace(direct_refusal=refusal, close=lambda: closed.append(True))
     closed: list[bool] = []
     monkeypatch.setattr("flexkv.adapters.common.rank_lanes.cuda_device_of", lambda tensors: 0)

@@ -1,5 +1,5 @@
-"""Stores to real slabs that bypass host memory (GDS), under both sides of the connector. The engine's pool is plain
-memory.
+"""Tests stores to real slabs that bypass host memory (GDS), with the scheduler's and the worker's side of the
+connector. The engine's pool is plain memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def on_disk(engine: MiniEngine) -> int:
 
 
 def found_on_disk(engine: MiniEngine) -> int:
-    """Number of PROMPT's blocks that a lookup would find on disk."""
+    """Returns how many of PROMPT's blocks a lookup would find on disk."""
     return len(disk_tier(engine.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
 
 
@@ -59,7 +59,7 @@ def test_every_rank_stores_its_own_stripe(
     engine.unit.manager.check_integrity()
     engine.forget()
     assert engine.run(make_request(PROMPT, "two")) == 20
-    # The next engine also finds these pages, and so does an engine that reads through host memory.
+    # The next engine also finds these pages. So does an engine that reads through host memory.
     engine = make_gds(**settings)
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert gds_pages(engine, "read") == 5
@@ -127,8 +127,9 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
 
 
 def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
-    """A failed read on a rank counts as a failure of the source, so the manager's lane reads the pages next, and fails
-    too. The engine then computes the pages and stores them again. This extends the file, and their bytes are correct.
+    """Pages of a truncated slab are computed and stored again. A failed read on a rank counts as a failure of the
+    source, so the manager's lane reads the pages next, and fails too. The new stores extend the file, and their bytes
+    are correct.
     """
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))

@@ -54,7 +54,7 @@ def test_a_step_looks_at_no_table_of_a_request_without_a_block_to_offer(
     monkeypatch.setattr(EagerStores, "_certain_end", look)
     decode()
     assert not looks
-    tracker.next_offer = 0  # the control: the length counts as reached
+    tracker.next_offer = 0  # the control: the request counts as long enough
     decode()
     assert looks
 

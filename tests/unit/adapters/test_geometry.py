@@ -1,4 +1,4 @@
-"""Pool geometries that the adapter serves or refuses, and the wording of the refusals."""
+"""Shows which pool geometries the adapter serves or refuses, and the wording of the refusals."""
 
 from __future__ import annotations
 
@@ -95,13 +95,15 @@ def test_a_kind_of_kv_cache_is_served(spec: Any) -> None:
 
 @pytest.mark.parametrize("spec", [FULL, LATENT], ids=lambda spec: type(spec).__name__)
 def test_full_attention_is_served_also_where_layers_see_a_window_of_it(spec: Any) -> None:
-    """vLLM makes this configuration with --disable-hybrid-kv-cache-manager."""
+    """A group of full attention is served even if its layers see only a window. vLLM makes this configuration with
+    --disable-hybrid-kv-cache-manager.
+    """
     config = config_of(replace(spec, sliding_window=8))
     assert not one_group_geometry(config).is_hybrid
 
 
 def config_of(*kinds: Any, **fields: Any) -> Any:
-    """A configuration with one KV group of each of these kinds."""
+    """Makes a configuration with one KV group of each of these kinds."""
     config = kv_config(9)
     config.kv_cache_groups[:] = [specs.KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(kinds)]
     return replace(config, **fields)
@@ -156,8 +158,8 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
     ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
-    """vLLM frees the blocks that end before the next token's window begins. A hit that ends at the end of a block needs
-    the blocks that vLLM keeps.
+    """A hit needs as many pages of a window as vLLM keeps. vLLM frees the blocks that end before the window of the next
+    token begins.
     """
     (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
     assert group.reach == pages
@@ -193,8 +195,9 @@ def test_signatures_tell_groups_apart() -> None:
 
 
 def test_a_window_and_a_chunk_of_one_number_have_other_signatures() -> None:
-    """A window's reach counts pages, a chunk's counts tokens. With equal signatures, a model whose configuration makes
-    a window layer a chunk layer would find wrong pages.
+    """A window group and a chunk group with the same reach have different signatures, because a window's reach counts
+    pages and a chunk's counts tokens. With equal signatures, a model whose window layers are reconfigured as chunk
+    layers would find wrong pages.
     """
     pages, tokens = pool_geometry(config_of(window(33), CHUNK)).groups
     assert (pages.reach, tokens.reach) == (8, 8)
@@ -242,7 +245,7 @@ def test_ranks_share_a_kv_head_where_every_layer_has_one_a_rank() -> None:
 
 
 def engine_of(heads: int, ranks: int, draft: object = None, **counts: object) -> Any:
-    """The values of a vLLM configuration that determine how KV heads are distributed over ranks."""
+    """Makes the parts of a vLLM configuration that determine how KV heads are distributed over ranks."""
     named = {"num_attention_heads": 32, "head_dim": 64, **(counts or {"num_key_value_heads": heads})}
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(to_dict=lambda: named)
@@ -356,8 +359,8 @@ def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, *layers: str, named: str | None = None) -> str | None:
-    """The layout that the connector asks for on a GPU, if this process's layers have the attention backends `layers`,
-    or if the configuration names the backend `named`.
+    """Returns the layout that the connector requests on a GPU. In this process either the layers have the attention
+    backends `layers`, or the configuration names the backend `named`.
     """
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     found = [SimpleNamespace(get_attn_backend=AttentionBackendEnum[backend].get_class) for backend in layers]

@@ -1,5 +1,5 @@
 """A scheduler's side and its workers check each other's messages. Orders, reports and grants of another unit are
-refused, and so are those for a pool that the engine has replaced.
+refused. Messages about a pool that the engine has replaced are refused too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def refused(engine: MiniEngine, kind: str) -> float:
 
 
 def two_engines(make_engine: Make, **options: Any) -> tuple[MiniEngine, MiniEngine]:
-    """Two engines, each of which has stored its own prompt. Both use the worker of the first engine, as two vLLM
+    """Makes two engines, each of which has stored its own prompt. Both use the worker of the first engine, as two vLLM
     engines in one process do.
     """
     first, second = (stored_engine(make_engine, tokens, **options) for tokens in (ONE, TWO))
@@ -107,7 +107,7 @@ def test_a_load_of_another_unit_is_refused_and_its_blocks_are_named(
 def test_without_the_check_the_other_engine_reads_wrong_kv(
     make_engine: Make, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the worker accepts every step as its own unit's, so the second engine gets the first one's KV."""
+    """The control: if the worker accepts the orders of any unit, the second engine gets the first engine's KV."""
     _, second = two_engines(make_engine, **{"load.mode": mode})
     # The second unit must also accept the worker's reports.
     monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
@@ -131,7 +131,9 @@ def test_stores_of_another_unit_are_refused_and_not_published(make_engine: Make)
 
 
 def test_a_step_of_another_unit_takes_no_report_of_this_one(make_engine: Make) -> None:
-    """The worker keeps the results of its own unit's ops for that unit's scheduler's side."""
+    """When a worker runs a step of another unit, it does not report the results of its own unit's ops to it. The worker
+    keeps them for its own unit's scheduler.
+    """
     first, second = two_engines(make_engine, remote=True)
     first.add(make_request(list(range(700, 723)), "new"))
     orders = first.side.build(first._output({"new": 23}))
@@ -169,7 +171,9 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
 def test_a_report_of_another_unit_frees_and_publishes_nothing(
     make_engine: Make, own: bool, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `own`, the control, the same report comes from this unit, so it frees the slots and publishes the pages."""
+    """A report of another unit neither frees slots nor publishes pages. With `own`, the control, the same report comes
+    from this unit, so it does both.
+    """
     engine = make_engine(remote=True)
     worker = engine.workers[0]
     with monkeypatch.context() as silent:
@@ -200,7 +204,7 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     strange = OpResult.cancelled(1, 1, "of another unit")  # type: ignore[arg-type]
     joined = WorkerMetadata([StepReport(0, unit, ready=5)])
     joined.aggregate(WorkerMetadata([StepReport(1, other, results=[strange])]))
-    # No op is in flight here, so the report would be an error if it came from this unit.
+    # This unit has no op in flight, so the report would be an error if it came from this unit.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
     with pytest.raises(ContractError):  # the control
         engine.side.update(
@@ -263,7 +267,9 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
 
 
 def test_a_worker_is_attached_once(make_engine: Make) -> None:
-    """A second attachment would make new lanes, and ends of ops on the old lanes would never be reported."""
+    """A worker refuses to be attached twice. A second attachment would make new lanes, and the ends of ops on the old
+    lanes would never be reported.
+    """
     engine = make_engine()
     worker, unit = engine.workers[0], engine.unit
     lanes = worker._ops.engine
@@ -279,7 +285,7 @@ def test_two_units_and_two_pools_never_have_one_id(make_engine: Make) -> None:
     assert len({engine.workers[0].pool_id for engine in engines}) == 3
 
 
-# --- how sides in one process find each other ---
+# --- how the scheduler's side and the workers in one process find each other ---
 
 
 def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make_engine: Make) -> None:
@@ -292,8 +298,8 @@ def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make
 
 
 def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
-    """The two sides of an engine are made with the same object. They are paired by that object's identity, because an
-    equal but different object belongs to another engine.
+    """A scheduler's side and a worker are paired only if they were made with the same object. An equal but different
+    object belongs to another engine with the same name.
     """
     engine = make_engine()
     mine, equal = ["cache config"], ["cache config"]
@@ -307,8 +313,8 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's current configuration, which shows for which engine a worker is being set up. A test may replace
-    `engine`.
+    """Stands for vLLM's current configuration, which shows for which engine a worker is being set up. A test may
+    replace `engine`.
     """
     state = SimpleNamespace(engine=object())
     monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
@@ -374,8 +380,9 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """If a step is interrupted, its results are not reported. They must not be reported later either, to the unit of
-    the next step. The control: between steps of the same unit, no result is dropped.
+    """Steps of several units on one worker are one error, and their results stay separate. If a step is interrupted,
+    its results are not reported, and must not be reported later to the unit of the next step. The control: between
+    steps of the same unit, no result is dropped.
     """
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())

@@ -1,5 +1,6 @@
-"""Every field of the installed vLLM's configuration either can change the KV of a block, and then it changes the keys'
-namespace, or does not change the namespace."""
+"""Every field of the installed vLLM's configuration is classified: a field that can change the KV of a block changes
+the keys' namespace, and every other field does not.
+"""
 
 from __future__ import annotations
 
@@ -101,14 +102,14 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(folder: Path, **arguments: Any) -> Any:
-    """The configuration that the engine makes from its arguments."""
+    """Returns the configuration that the engine makes from its arguments."""
     given = {"skip_tokenizer_init": True, "block_size": 32, "max_model_len": 256, "enforce_eager": True}
     return EngineArgs(model=str(folder), **given | arguments).create_engine_config()
 
 
 @pytest.fixture(scope="module")
 def engines(text_folder: Path, image_folder: Path) -> dict[str, Any]:
-    """Configurations of engines by name. Together they contain every configuration object."""
+    """Returns configurations of engines by name. Together they contain every configuration object."""
     return {
         "": resolved(
             image_folder,
@@ -133,7 +134,9 @@ def namespace(config: Any, **settings: Any) -> bytes:
 
 
 def of_adapter(config: Any) -> bytes:
-    """The namespace of a request with a LoRA adapter. The namespace of the engine itself is constant here."""
+    """Returns the namespace of a request with a LoRA adapter. The namespace of the engine itself is constant in this
+    function.
+    """
     names = RequestNamespaces(bytes(32), adapter_settings(config))
     names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
     return names.of(make_request([1, 2, 3], lora_request=lora("x")))
@@ -143,7 +146,9 @@ def of_adapter(config: Any) -> bytes:
 def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
     name: str, separate: bool
 ) -> None:
-    """If only this run can name an adapter, the adapter's files do not show which content the engine has loaded."""
+    """If only this run can name an adapter, its number is part of the namespace, because the adapter's files do not
+    show which content the engine has loaded.
+    """
     names = RequestNamespaces(bytes(32), {})
     names._loras = SimpleNamespace(name=lambda path: name)  # type: ignore[assignment]
     first, second, again, in_place = (
@@ -167,7 +172,7 @@ OWN_TABLE = "has a table of its own"
 
 
 def class_of(table: FieldTable) -> type:
-    """The class in the installed vLLM whose fields this table lists."""
+    """Returns the class in the installed vLLM whose fields this table lists."""
     places = [
         vllm.config,
         *(import_module(f"vllm.config.{name}") for name in ("mamba", "kernel", "quantization")),
@@ -176,7 +181,9 @@ def class_of(table: FieldTable) -> type:
 
 
 def unlisted(table: FieldTable, kind: type) -> tuple[list[str], list[str], list[str]]:
-    """Fields that are in no list, listed fields that the class does not have, and fields that are in two lists."""
+    """Returns the fields that are in no list, the listed fields that the class does not have, and the fields that are
+    in two lists.
+    """
     names, there = [*table.names(), *left_out(table)], [item.name for item in fields(kind)]
     twice = sorted({name for name in names if names.count(name) > 1})
     return sorted(set(there) - set(names)), sorted(set(names) - set(there)), twice
@@ -209,7 +216,7 @@ def test_every_object_of_the_engine_has_a_table_or_a_reason() -> None:
 
 
 def another(value: Any) -> Any:
-    """A different value of the same kind."""
+    """Returns a different value of the same kind."""
     if isinstance(value, str) and value in CRYPTOGRAPHIC_HASHES:
         return next(name for name in CRYPTOGRAPHIC_HASHES if name != value)
     if isinstance(value, bool):
@@ -230,7 +237,7 @@ def another(value: Any) -> Any:
 
 
 def varied(config: Any, path: str, name: str) -> Any:
-    """The engine's configuration with a different value in one field of the object at `path`."""
+    """Returns the engine's configuration with a different value in one field of the object at `path`."""
     changed = copy.copy(config)
     owner = changed
     for part in filter(None, path.split(".")):
@@ -241,18 +248,20 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """An engine that is configured with the table's object, and the function for the keys that the object affects."""
+    """Returns an engine that is configured with the table's object, and the function for the keys that the object
+    affects.
+    """
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 
 
 def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Fields that should change a key but do not, and fields that should change none but do."""
+    """Returns the fields that should change a key but do not, and the fields that should not change a key but do."""
     config, keys = whose(table, engines)
     assert object_at(config, table.path) is not None
     usual = keys(config)
     assert keys(copy.copy(config)) == usual
     there = {item.name for item in fields(class_of(table))}
-    # Objects with tables of their own are compared field by field, by their own tables.
+    # An object with a table of its own is not compared here, because its own table compares it field by field.
     unused = there.intersection(left_out(table)).difference(left_out(table, OWN_TABLE))
     return (
         [
@@ -345,7 +354,9 @@ def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme
 def test_attention_backends_are_in_the_keys_of_quantised_kv(
     text_folder: Path, kv_dtype: str, apart: int
 ) -> None:
-    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    """For quantised KV, the attention backend is part of the keys, because some backends quantise the queries too. For
+    other KV it is not: the backends differ only in the order of summation.
+    """
     geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
     described = resolved(text_folder, dtype="float16", kv_cache_dtype=kv_dtype)
     found = set()
@@ -377,7 +388,9 @@ def test_pages_of_an_engine_that_receives_its_weights_are_found_in_one_run(
 @pytest.mark.parametrize("load_format", ["ipc_cache", "modelexpress"])
 @pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_weights_of_another_process_need_a_name(text_folder: Path, scheme: str, load_format: str) -> None:
-    """That process may have read other files, or updated its weights."""
+    """If another process supplies the weights, flexkv requires a name for them, because that process may have read
+    other files or updated its weights.
+    """
     geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
     described = resolved(text_folder, dtype="float16", load_format=load_format)
     with pytest.raises(ConfigError, match=f"{load_format}, with which .* set identity.model"):
@@ -495,8 +508,10 @@ def test_whether_a_llama_4_scales_its_queries_is_in_the_keys(llama_4: Path, sche
     settings = load_config({"keys.scheme": scheme}, {})
 
     def keys(replaced: bool | None = None, **arguments: Any) -> bytes:
-        """Args:
-        replaced: the value with which vLLM's model replaces the configuration's entry; None if it keeps the entry.
+        """Returns the keys' namespace.
+
+        Args:
+            replaced: the value with which vLLM's model replaces the configuration's entry; None if it keeps the entry.
         """
         config = resolved(llama_4, dtype="float16", **arguments)
         if replaced is not None:
@@ -691,7 +706,9 @@ def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], 
 
 
 def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
-    """With the common key scheme, settings with vLLM's default values do not keep engines apart."""
+    """With the common key scheme, engines that share keys are not separated by settings that keep vLLM's default
+    values.
+    """
     config = resolved(text_folder)
     assert identity_fields.unusual_settings(config) == {}
     config.model_config.model_impl = "transformers"

@@ -45,8 +45,8 @@ RUN = bytes(16)
 
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
-    """Runs a prompt with this image. Returns the number of tokens that the prompt got from the cache. Other prompts
-    then evict its blocks from the engine's pool, so that lazy stores offer them.
+    """Runs a prompt with an image named `identifier`. Returns the number of tokens that the prompt got from the cache.
+    Other prompts then evict its blocks from the engine's pool, so that lazy stores offer them.
     """
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):
@@ -75,7 +75,7 @@ PLAIN = MultiModalHasher.__dict__["hash_kwargs"]
 
 @pytest.fixture(autouse=True)
 def of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes vLLM hash images through flexkv's plugin. vLLM's own function is restored when the test ends."""
+    """Makes vLLM hash images through flexkv's plugin. Restores vLLM's own function when the test ends."""
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
     register()
 
@@ -196,7 +196,7 @@ def vllm_names(
     algorithm: str,
     media: dict[str, Any] | None = None,
 ) -> list[str]:
-    """The names that vLLM's own front end gives to an image."""
+    """Returns the names that vLLM's own front end gives to an image."""
     picture = Image.new("RGB", (4, 4), (1, 2, 3))
     items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
     front = SimpleNamespace(
@@ -284,7 +284,9 @@ def test_an_image_that_carries_a_uuid_holds_for_the_run(with_bytes: bool) -> Non
 
 
 def test_a_marked_name_that_a_model_hashes_again_stays_marked() -> None:
-    """Qwen3-VL hashes the name again for videos with options of their own."""
+    """If a model hashes a marked name again, the new name keeps the mark. Qwen3-VL does this for videos with options of
+    their own.
+    """
     again = MultiModalHasher.hash_kwargs("blake3", mm_hash=f"{PREFIX}{CAT}", fps=2)
     assert again.startswith(PREFIX)
     assert DIGEST.fullmatch(MultiModalHasher.hash_kwargs("blake3", mm_hash=CAT, fps=2))
@@ -328,7 +330,7 @@ def test_an_encoder_that_takes_its_scales_from_images_serves_its_own_run(
     assert ("mm_encoder_fp8_scale_path" in logged.text) is expected
 
 
-# --- words ---
+# --- messages ---
 
 
 def test_the_start_names_both_flags_once(logged: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Handshakes that arrive with the first step's report or never, and resets that come before any handshake."""
+"""Tests handshakes that arrive with the first step's report or never, and resets that come before any handshake."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
-    """An engine that finds an earlier one's pages. With `reset`, it is reset before any rank's handshake."""
+    """Returns an engine that finds an earlier engine's pages. With `reset`, the engine is reset before any rank's
+    handshake.
+    """
     make_disk_engine().run(make_request(PROMPT, "before"))
     engine = make_disk_engine(**LATE)
     if reset:
@@ -126,8 +128,9 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """If two engines have the same name, a worker of the other engine must not be taken for a rank of this one. The
-    control: a rank may repeat its handshake, once at the start and once in the first step's report.
+    """A handshake with another pool is refused for a rank that has a pool, so that a worker of an engine with the same
+    name is not taken for this rank. The control: a rank may repeat its handshake, once at the start and once in the
+    first step's report.
     """
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)
@@ -158,14 +161,14 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
     for report in reports[1:]:
         assert report is not None
         first = first.aggregate(report)
-    # The first handshake for a rank counts. Here it comes from the other engine's rank 1.
+    # The first handshake for a rank counts. In this report, it comes from the other engine's rank 1.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=first))
     assert said.text.count("a rank has one pool") == 1
     assert "rank 1 has shaken hands for KV pool" in said.text
     counted = engine.side.take_counters()
     assert counted is not None
     assert counted["flexkv_refused_messages_total"] == {"reports": 1.0}
-    # So the engine's own rank 1 never attaches, and pages of the two pools are never mixed.
+    # The engine's own rank 1 never attaches, so pages of the two pools are never mixed.
     steps(engine, 3)
     assert not engine.workers[1].attached
     assert engine.run(make_request(PROMPT, "one")) == 0
@@ -176,8 +179,8 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
 def test_a_reset_before_the_block_pool_is_bound_is_carried_out(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: bool
 ) -> None:
-    """vLLM's MultiConnector forwards the reset and then the block pool. The control: without the reset, the pages are
-    served.
+    """If a reset comes before the block pool is bound, no older page is served. vLLM's MultiConnector forwards first
+    the reset and then the block pool. In the control, without the reset, the pages are served.
     """
     make = in_turn(make_engine, tmp_path)
     make().run(make_request(PROMPT, "before"))

@@ -1,4 +1,4 @@
-"""The scheduler's side acts before it knows the result of a step: batches in flight, aborts and resets."""
+"""The scheduler's side acts before it knows the result of a step: with batches in flight, on aborts and on resets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_S = 60.0
 
 
 def run_shared_failure(make_engine: Make) -> tuple[MiniEngine, Callable[[], None]]:
-    """Runs a step in which a sync load fails whose blocks two requests share. Returns the engine, and a function that
+    """Runs a step with a failing sync load into blocks that two requests share. Returns the engine, and a function that
     reports the failure to the scheduler.
     """
     # The first store belongs to request "one". The second store ends only after the step has made its report.

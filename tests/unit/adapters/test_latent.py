@@ -1,5 +1,5 @@
-"""MLA: every tensor-parallel rank has the same latent KV, so a slot has one stripe. Rank 0 writes it, and all ranks
-read it.
+"""With MLA, every tensor-parallel rank has the same latent KV, so a slot has one stripe. Rank 0 writes the stripe, and
+all ranks read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
     ]
     assert moved == [5, 0, 0]
     engine.forget()
-    assert engine.run(make_request(PROMPT, "two")) == 20  # every rank's bytes are compared
+    assert engine.run(make_request(PROMPT, "two")) == 20  # the pass compares every rank's bytes
     assert engine.invalid == set()
 
 
@@ -56,7 +56,7 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
 def test_partial_blocks_are_a_choice_with_one_latent_too(
     make_engine: Make, partial_blocks: bool, served: int
 ) -> None:
-    """As for other models, a setting decides whether the partial tail is stored or computed again."""
+    """With MLA too, a setting decides whether the partial tail is stored or computed again."""
     engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

@@ -1,5 +1,5 @@
-"""Layerwise stores: each layer is copied after the forward pass has written it, and a page is published only if all of
-its layers arrived.
+"""Layerwise stores copy each layer after the forward pass has written it. A page is published only if all of its layers
+arrived.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def wait_calls(worker: type[FaultyWorker], calls: int, rank: int = 0) -> None:
 
 
 def found(engine: MiniEngine, name: str = "again") -> int:
-    """Number of external tokens that a request gets for the prompt. Every byte of them is checked."""
+    """Returns how many external tokens a request gets for the prompt, and checks every byte of them."""
     engine.forget()
     return engine.run(make_request(PROMPT, name))
 
@@ -54,7 +54,9 @@ def found(engine: MiniEngine, name: str = "again") -> int:
 def test_what_is_stored_by_layer_is_what_was_written(
     make_engine: Make, ranks: int, remote: bool, latent: bool
 ) -> None:
-    """The test includes digests: stores compute them layer by layer, and loads verify them."""
+    """A layerwise store keeps exactly the bytes that the engine wrote. The store also computes digests layer by layer,
+    and the load verifies them.
+    """
     engine = make_engine(ranks=ranks, remote=remote, latent=latent, **{"host.verify": True}, **BY_LAYER)
     engine.run(make_request(PROMPT, "one"))
     assert engine.stored_pages == WHOLE // 4
@@ -82,8 +84,8 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
 
 @pytest.mark.parametrize("again", [True, False], ids=["", "control"])
 def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make, again: bool) -> None:
-    """The first attempt writes different rows than the second. In the control, the forward pass cannot begin again, as
-    without blending.
+    """No layer is copied while the forward pass may begin again, because the second attempt writes other rows. In the
+    control, the forward pass cannot begin again, as without blending.
     """
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
@@ -164,8 +166,8 @@ class OpsSpy:
 
 
 def test_a_layer_waits_for_those_before_it() -> None:
-    """An op copies its layers in order. If a later layer is written first, it is opened only together with the layers
-    before it.
+    """A layer's copy also waits for all earlier layers, because an op copies its layers in order. If a later layer is
+    written first, it is opened together with the layers before it.
     """
     op = TransferOp(
         OpId(1), OpKind.D2H, 0, Priority.STORE, np.zeros(1, np.int32), np.zeros(1, np.int32), layerwise=True
@@ -212,12 +214,14 @@ def test_all_pages_fail_in_a_layer_and_nothing_is_found(make_engine: Make, layer
 
 
 class BrokenForwardError(Exception):
-    """Raised by a forward pass in these tests."""
+    """Raised in these tests to interrupt a forward pass."""
 
 
 @pytest.mark.parametrize("hooks_run", [False, True])
 def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_run: bool) -> None:
-    """vLLM calls the connector's last hook even after a forward pass that raises, but the step's report is lost."""
+    """If the forward pass raises, none of its stores is published. vLLM calls the connector's last hook even then, but
+    the step's report is lost.
+    """
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
@@ -264,8 +268,8 @@ def test_the_step_after_one_that_broke_off_gives_its_stores_up(make_engine: Make
 def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
-    """The layers computed from the failed load were copied before the failure was known. The step's report prevents
-    their pages from being published.
+    """No page is published that was computed from a failed load. The layers were copied before the failure was known;
+    the step's report prevents that their pages are published.
     """
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)
@@ -283,8 +287,8 @@ def test_nothing_computed_from_a_load_that_failed_is_published(
 
 
 def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
-    """If a request ends right after its step, the next step writes to its blocks. It waits until the copies from these
-    blocks have ended.
+    """If a request ends right after its step, the engine reuses its blocks. The next step waits with its writes until
+    the copies from these blocks have ended.
     """
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, layer=1, page=3, times=1))
     engine = make_engine(
@@ -307,8 +311,8 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
 
 
 def test_blocks_that_earlier_chunks_began_and_tails_are_stored(make_engine: Make) -> None:
-    """Blocks that two chunks of the prompt filled are stored too. So is the partial tail, as a complete page, when the
-    request ends.
+    """A block is stored even if two chunks of the prompt filled it. When the request ends, its partial tail is stored
+    too, as a complete page.
     """
     engine = make_engine(**{"store.partial_blocks": True}, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))

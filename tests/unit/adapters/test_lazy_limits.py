@@ -1,5 +1,5 @@
-"""Blocks that lazy stores must not store although they are free and have a hash; and blocks that the engine reuses
-before they are stored.
+"""Lazy stores skip some blocks, although the blocks are free and have a hash. The engine may also reuse blocks before
+they are stored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_a_preempted_request_leaves_only_what_was_computed(
 ) -> None:
     engine = make_engine(blocks=13, **LAZY)
     request = make_request(PROMPT, "one")
-    engine.add(request)  # from here on all of its blocks have their hashes
+    engine.add(request)  # from this line on, all of the request's blocks have their hashes
     engine.step({"one": computed or request.num_tokens})
     engine.preempt("one")
     assert stored_after_pressure(engine) == pages
@@ -86,7 +86,9 @@ def test_what_the_host_tier_has_lost_is_offered_again(make_engine: Make) -> None
 
 
 def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Make) -> None:
-    """The engine's free queue is longer than the tier. A step in which nothing changes must not plan a store."""
+    """If the engine's free queue is longer than the host tier, lazy stores do not store the same pages again and again.
+    A step in which nothing changes plans no store.
+    """
     slot = make_engine(blocks=13, **LAZY).unit.pool.slot_bytes
     engine = make_engine(blocks=13, **LAZY | {"host.bytes": 4 * slot})
     assert engine.unit.slots == 4
@@ -103,7 +105,9 @@ def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Ma
 def test_what_the_engine_evicts_before_it_found_a_place_is_counted(
     make_engine: Make, share: float, missed: int
 ) -> None:
-    """With the smaller share, only two of five blocks may have a store in flight when the engine reuses all of them."""
+    """Pages whose blocks the engine reuses before flexkv could store them are counted. With the smaller share, only two
+    of five blocks may have a store in flight when the engine reuses all of them.
+    """
     engine = make_engine(blocks=13, **LAZY | {"store.max_reference_share": share})
     engine.run(make_request(PROMPT, "one"))
     filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
@@ -132,9 +136,9 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
 
 
 def _pages_in_neither(make_engine: Make) -> list[int]:
-    """In the step after a request's end, the engine allocates all the blocks that a step can compute, before the
-    connector has looked at the free queue. Returns the numbers of the request's pages that are neither in the engine's
-    own prefix cache nor stored.
+    """Runs a step after a request's end in which the engine allocates as many blocks as one step can compute, before
+    the connector has looked at the free queue. Returns the numbers of the request's pages that are neither in the
+    engine's own prefix cache nor stored.
     """
     engine = make_engine(blocks=7, **LAZY | {"store.max_reference_share": 0.2})
     request = make_request(PROMPT, "one")
@@ -178,8 +182,8 @@ def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int
 
 
 def _offers_to_a_full_queue(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Returns the number of stores that are planned in eight steps while a rank's queue is full, and the number of
-    pages stored after the store that filled it has ended.
+    """Fills a rank's queue with one store that stalls. Returns how many stores eight steps plan meanwhile, and how many
+    pages are stored after the stalled store has ended.
     """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=12, worker_class=worker, **LAZY, **{"transfer.queue_ops": 1})
@@ -230,8 +234,9 @@ SHORT = [list(range(100 * number, 100 * number + 23)) for number in range(20, 24
 
 
 def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
-    """An engine with 29 usable blocks that has stored all of LONG and no page of SHORT. SHORT's blocks are in the free
-    queue, behind the nine blocks that two steps may use. A load of LONG takes these nine blocks and 12 of SHORT's.
+    """Returns an engine with 29 usable blocks that has stored all of LONG and no page of SHORT. SHORT's blocks are in
+    the free queue, behind the nine blocks that two steps may use. A load of LONG takes these nine blocks and 12 of
+    SHORT's.
     """
     engine = make_engine(blocks=30, **LAZY | options)
     stores = engine.side._stores
@@ -250,7 +255,7 @@ def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
 
 
 def _in_neither(engine: MiniEngine) -> int:
-    """Number of SHORT's pages that are neither in the engine's own prefix cache nor in flexkv's cache."""
+    """Returns how many of SHORT's pages are neither in the engine's own prefix cache nor in flexkv's cache."""
     engine.drain()
     count = 0
     for number, prompt in enumerate(SHORT):
@@ -264,7 +269,9 @@ def _in_neither(engine: MiniEngine) -> int:
 
 
 def test_what_a_long_load_is_handed_is_stored_before(make_engine: Make) -> None:
-    """The load waits one step, so that the content of the blocks that it will get is stored first."""
+    """Before a long load takes blocks from the free queue, flexkv stores their content. The load waits one step for
+    this.
+    """
     engine = _before_a_long_load(make_engine)
     again = make_request(LONG, "two")
     assert engine.side.match(again, 0) == (None, False)
@@ -289,8 +296,9 @@ def test_control_what_nobody_looked_at_before_a_load_is_lost(
 
 
 def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Make) -> None:
-    """Four blocks may have a store in flight, and the first store of SHORT's blocks stalls until it is given up. It is
-    the sixth store, because LONG took five.
+    """A long load takes blocks before all of them could be stored; flexkv counts the lost pages. Four blocks may have a
+    store in flight. The first store of SHORT's blocks, which is the sixth store because LONG took five, stalls until
+    the worker gives it up.
     """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=5))
     engine = _before_a_long_load(make_engine, worker_class=worker, **{"store.max_reference_share": 0.14})
@@ -307,7 +315,9 @@ def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Ma
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_finds_no_slot_beside_what_is_cached_is_counted(make_engine: Make, refused: bool) -> None:
-    """Two of the request's five blocks are already cached. With `refused`, the other three may not be stored."""
+    """Two of the request's five blocks are already cached. With `refused`, the other three may not be stored, and
+    flexkv counts them as missed.
+    """
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))
     manager = engine.unit.manager

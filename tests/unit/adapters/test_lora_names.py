@@ -1,5 +1,5 @@
-"""An adapter's name stands for its content. It changes when the adapter is trained again, but not with the adapter's
-path, a copy, or file times.
+"""An adapter's name in flexkv identifies its content. The name changes when the adapter is trained again, but not with
+the adapter's path, a copy, or file times.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
 
 
 def names() -> LoraNames:
-    """The names of an engine that seems to have started when all of the test's files were already old."""
+    """Returns the names of an engine that seems to have started when all of the test's files were already old."""
     return LoraNames(time.time_ns() + LATER_NS)
 
 
 def wait_for_clock(folder: Path, moment_ns: int) -> None:
-    """Waits until the time of a new file is later than `moment_ns`. File times advance in milliseconds."""
+    """Waits until a new file would get a time later than `moment_ns`. File times advance in milliseconds."""
     probe = folder / "probe"
     ends_s = time.monotonic() + DEADLINE_S
     while True:
@@ -77,7 +77,9 @@ def test_other_weights_or_another_configuration_is_another_adapter(
 
 
 def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> None:
-    """The engine may have the old content, the new content, or a different one for each request."""
+    """If an adapter's files change after the start, its name is valid only in this run. The engine may have the old
+    content, the new content, or a different one for each request.
+    """
     folder = write(tmp_path / "a")
     old = os.stat(folder / "adapter_model.safetensors")
     start_ns = time.time_ns() + 1
@@ -97,7 +99,9 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
 def test_what_changed_between_the_start_and_its_name_is_not_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine may have loaded the former content, and loads the new one after it has evicted the adapter."""
+    """If an adapter's files change between the engine's start and flexkv's first look at them, no KV is cached for it.
+    The engine may have loaded the former content, and loads the new one after it has evicted the adapter.
+    """
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     folder = write(tmp_path / "a")
     known = LoraNames(0)
@@ -116,7 +120,9 @@ def test_what_changed_between_the_start_and_its_name_is_not_cached(
 def test_an_adapter_is_named_before_vllm_loads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """`add_lora` loads an adapter that no request uses yet. The adapter's files change before the first request."""
+    """flexkv names an adapter before vLLM's `add_lora` loads it, so it notices that the files change before the first
+    request. In the control, flexkv does not see the load.
+    """
     folder = write(tmp_path / "adapter")
     request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(folder))
     if not seen:
@@ -137,8 +143,8 @@ def test_an_adapter_is_named_before_vllm_loads_it(
 
 
 def test_an_adapter_comes_as_a_list_from_another_process(tmp_path: Path) -> None:
-    """The engine's core converts the list to a `LoRARequest` according to the signature of `add_lora`, so flexkv's
-    replacement of `add_lora` must keep the signature.
+    """An adapter that another process sends as a list reaches `add_lora` as a `LoRARequest`. The engine's core converts
+    the list according to the signature of `add_lora`, so flexkv's replacement of `add_lora` must keep the signature.
     """
     known = adapter_names()
     request = LoRARequest(lora_name="x", lora_int_id=1, lora_path=str(write(tmp_path / "adapter")))
@@ -176,7 +182,9 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_read_is_of_this_run_alone_and_one_warning(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A lookup in the engine's scheduler asks for the name, so an error must not reach the scheduler."""
+    """If an adapter cannot be read, its name is valid only in this run, and one warning is logged. A lookup in the
+    engine's scheduler asks for the name, so an error must not reach the scheduler.
+    """
 
     def fail(*_: Any) -> str:
         raise error
@@ -209,7 +217,9 @@ def test_no_more_is_read_than_fits_the_wait_of_a_request(tmp_path: Path) -> None
 
 
 def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Path:
-    """Writes an adapter as the hub's cache stores it: links to files whose names are digests of their content."""
+    """Writes an adapter as the cache of the Hugging Face hub stores it: links to files whose names are digests of their
+    content.
+    """
     held = write(repository / "blobs", weights)
     folder = repository / "snapshots" / ("a" * 40) / adapter
     folder.mkdir(parents=True)
@@ -285,8 +295,8 @@ def point_files_elsewhere(root: Path) -> None:
 def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     tmp_path: Path, path: str, swap: Callable[[Path], None], named_before: bool
 ) -> None:
-    """All files of both adapters are older than the process, so file times do not show which adapter the engine has
-    loaded.
+    """If a link is changed to an older adapter, the name is valid only in this run. All files of both adapters are
+    older than the process, so file times do not show which adapter the engine has loaded.
     """
     for name, weights in (("first", b"one"), ("other", b"two")):
         write(tmp_path / name, weights)
@@ -312,7 +322,9 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
 def test_a_path_that_changed_once_has_changed_for_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine may still use any earlier content of that path."""
+    """A path whose files changed once counts as changed in the rest of the run, because the engine may still use any
+    earlier content of that path.
+    """
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     folder = write(tmp_path / "first")
     known = names()
@@ -335,7 +347,9 @@ def test_this_process_began_before_now_and_not_long_ago() -> None:
 def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
 ) -> None:
-    """The adapter's name, number and path stay the same, and so do vLLM's own hashes."""
+    """KV of an adapter is found until the adapter is trained again. The adapter's name, number and path stay the same
+    after that, and so do vLLM's own hashes.
+    """
     engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
     adapter = lora("x", 1, str(folder))
@@ -350,7 +364,7 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     assert ask("without") == 0
     write(folder, b"two")
     assert ask("three", lora_request=adapter) == 0
-    # flexkv cannot know when the engine loads the new content, so nothing computed from now on is stored.
+    # flexkv cannot know when the engine loads the new content. So it stores nothing that is computed after the change.
     new = make_request([7, *PROMPT], "four", lora_request=adapter)
     assert engine.add(new) == 0
     keys = engine.side.requests.of(new).keys()[0]
@@ -369,8 +383,8 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
 def admitted(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
 ) -> tuple[MiniEngine, Path, Keys]:
-    """Admits request "one" with an adapter to an engine, which has not computed it yet. Returns the engine, the
-    adapter's folder, and the request's keys.
+    """Admits request "one" with an adapter to an engine, which has not computed the request yet. Returns the engine,
+    the adapter's folder, and the request's keys.
     """
     engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
@@ -396,7 +410,9 @@ def stored(make_engine: Callable[..., MiniEngine], tmp_path: Path) -> tuple[Mini
 def test_kv_of_an_adapter_that_is_trained_anew_under_a_running_request_is_not_stored(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, changed: bool
 ) -> None:
-    """The engine may load the adapter again in place, but the request's keys stand for the former content."""
+    """If an adapter changes while its request runs, the request's KV is not stored. The engine may load the adapter
+    again in place, but the request's keys stand for the former content.
+    """
     engine, folder, keys = admitted(make_engine, tmp_path, mode)
     if changed:
         write(folder, b"two")
@@ -424,7 +440,9 @@ def test_a_request_that_waits_while_its_adapter_is_trained_anew_is_served_nothin
 def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str, ends: bool, changed: bool
 ) -> None:
-    """The step's stores were planned under the name of the former content before the worker reads the files."""
+    """If an adapter's files change while a step reads them, the step's KV is not published. The step's stores were
+    planned under the name of the former content.
+    """
     engine, folder, keys = admitted(make_engine, tmp_path, mode)
     tell = engine.hold_reports()
     engine.step(before_forward=partial(os.truncate, folder / "adapter_config.json", 0) if changed else None)
@@ -442,14 +460,14 @@ def test_kv_of_a_step_that_reads_an_adapter_as_it_changes_is_not_published(
 def test_a_load_in_flight_for_an_adapter_that_is_trained_anew_fails(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, changed: bool
 ) -> None:
-    """If the load did not fail, the engine would compute the rest of the prompt with the new content, after KV of the
-    former one.
+    """If an adapter changes while a load for it is in flight, the load fails. Otherwise the engine would compute the
+    rest of the prompt with the new content, after KV of the former one.
     """
     engine, folder, adapter = stored(make_engine, tmp_path)
     assert engine.add(make_request(PROMPT, "two", lora_request=adapter)) == HIT
     if changed:
         write(folder, b"two")
-        # With this report, the scheduler's side notices the change before the load begins.
+        # When it takes this report, the scheduler's side notices the change before the load begins.
         engine.side.update(
             SimpleNamespace(invalid_block_ids=set(), kv_connector_worker_meta=WorkerMetadata([]))
         )

@@ -1,5 +1,5 @@
-"""Metrics in engines that have no hook for a connector's metrics: flexkv writes lines to the log and exports Prometheus
-series of its own.
+"""Some engines have no hook for a connector's metrics. For them, flexkv writes lines to the log and exports its own
+Prometheus series.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_each_interval_in_which_something_was_counted_is_one_line(log: pytest.Lo
     clock.pass_(EVERY_S / 2)
     report.report_if_due()
     assert log.messages == ["metrics of unit tp0, last 60 s: hit_tokens=8, host_slots=7"]
-    # In an interval without changes nothing is logged. The next report contains only the changes since the last one.
+    # An interval without changes logs nothing. The next report contains only the changes since the last one.
     clock.pass_(EVERY_S)
     report.report_if_due()
     assert len(log.messages) == 1
@@ -172,7 +172,7 @@ def test_without_a_page_no_file_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def scrape(folder: Path) -> dict[Any, float]:
-    """The values on the page that the engine's server makes, by (name, labels as sorted JSON)."""
+    """Returns the values on the metrics page of the engine's server, by (name, labels as sorted JSON)."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))
     return {

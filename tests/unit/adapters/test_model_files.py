@@ -1,6 +1,4 @@
-"""Facts that flexkv reads from files beside the weights. It reads these files only if the model is given as a
-folder.
-"""
+"""flexkv reads facts from files beside the weights, but only if the model is given as a folder."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def test_a_file_of_another_form_counts_by_its_content(tmp_path: Path, content: b
 
 
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the hub's cache on this machine appear to contain the model's files, including Python code."""
+    """Makes this machine's cache of the Hugging Face hub appear to contain the model's files, including Python code."""
     for name in (PROCESSOR, "tekken.json", "hf_quant_config.json"):
         (folder / name).write_text('{"size": 3}')
 

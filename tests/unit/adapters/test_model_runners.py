@@ -1,5 +1,5 @@
-"""One KV group under both of vLLM's model runners, whose own code calls the hooks; on plain memory and on a fake GPU. A
-forward pass reads only expected values, and cached KV is loaded again.
+"""Tests one KV group with both of vLLM's model runners, whose own code calls the connector's hooks, on plain memory and
+on a fake GPU. Forward passes read only expected values, and cached KV is loaded again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_an_aborted_request_leaves_nothing_wrong(
     engine.forget()
     engine.add("two", PROMPT)
     engine.step(lambda: engine.end("two"))
-    # This request takes nearly all blocks at once, including those of the aborted load.
+    # Request "three" takes nearly all blocks at once, including those of the aborted load.
     engine.run("three", [70] * 50)
     engine.run("four", PROMPT)
     engine.check()
@@ -154,7 +154,7 @@ def test_nothing_wrong_is_read_whatever_clients_do(make_engine: Make, soak_round
     give = engine._give
 
     def give_late(work: Callable[[], None]) -> None:
-        """Runs the work late, because a GPU's stream lags behind the host."""
+        """Runs the work a little later, because a GPU's stream lags behind the host."""
 
         def late() -> None:
             time.sleep(rng.choice((0, 0, 0.001)))

@@ -1,4 +1,4 @@
-"""Data-parallel ranks on one node: each rank is a unit, with its own share of memory and disks."""
+"""With several data-parallel ranks on one node, each rank is a unit with its own share of memory and disks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
 
 
 def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}", size: int = 1, external: bool = False) -> Any:
-    """The configuration of one data-parallel rank. For a model without experts, each rank's configuration looks as if
-    the rank were alone.
+    """Makes the configuration of one data-parallel rank. For a model without experts, each rank's configuration looks
+    as if there were no other rank.
     """
     return SimpleNamespace(
         parallel_config=SimpleNamespace(

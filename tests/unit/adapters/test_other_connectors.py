@@ -1,5 +1,5 @@
-"""vLLM's MultiConnector uses another connector beside flexkv's. If that connector's load fails, flexkv learns this only
-from the outcome of the step.
+"""vLLM's MultiConnector can use another connector beside flexkv's. If the load of that other connector fails, flexkv
+learns this only from the outcome of the step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def quiet(engine: MiniEngine) -> None:
-    """Waits until the worker's copies have ended, and until all pages are published that need no report from the
-    engine.
+    """Waits until the worker's copies have ended, and until all pages that need no report from the engine are
+    published.
     """
     while engine.workers[0]._ops._ops:
         engine.workers[0].poll(idle=True)
@@ -45,7 +45,7 @@ def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) 
 
 
 def served(engine: MiniEngine) -> int:
-    """Number of the prompt's blocks that a lookup would promise."""
+    """Returns how many of the prompt's blocks a lookup would promise."""
     keys = engine.keys_of(make_request(PROMPT, "probe"))
     return int(engine.unit.manager.match("probe", [keys], 0).blocks)
 
@@ -64,7 +64,7 @@ def test_nothing_computed_from_another_connectors_failed_load_is_published(make_
 
 
 def test_what_went_well_is_published(make_engine: Make) -> None:
-    """The control: if no load fails, all blocks of the same step are served."""
+    """The control: if no load fails, all blocks of the step are published and served."""
     engine = make_engine()
     engine.add(make_request(PROMPT, "one"))
     hear = engine.hold_reports()
@@ -109,8 +109,8 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
 
 
 def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make_engine: Make) -> None:
-    """A reset under running requests preempts a request and looks it up again before the engine's next step reports the
-    preemption.
+    """flexkv remembers the lost block table of a request that is preempted and resumed in the same step. A reset under
+    running requests preempts a request and looks it up again before the engine's next step reports the preemption.
     """
     engine = make_engine(blocks=64)
     engine.run(make_request(PROMPT[:8], "short"))
@@ -139,7 +139,9 @@ def test_the_lost_table_of_a_request_resumed_in_the_same_step_is_remembered(make
 
 
 def test_a_table_resumed_in_the_same_step_without_a_failure_is_published(make_engine: Make) -> None:
-    """The control: the same steps, but no block failed."""
+    """The control: if no block failed, the blocks of a request that is preempted and resumed in the same step are
+    published.
+    """
     engine = make_engine(blocks=64)
     engine.run(make_request(PROMPT[:8], "short"))
     engine.forget()

@@ -1,4 +1,6 @@
-"""Pages without a free slot or queue entry are offered again while their request lives, and for a time after."""
+"""flexkv offers pages again for which there was no free slot or queue entry: while their request lives, and for some
+time after its end.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,16 @@ MANY_STEPS = 16
 
 
 def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine that may have at most two pages in flight, and whose first store stalls until the test releases it."""
+    """Returns an engine that may have at most two pages in flight, and whose first store stalls until the test releases
+    it.
+    """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"blocks": 17, "worker_class": worker, "store.inflight_pages": 2} | options
     return make_engine(**settings), worker
 
 
 def dropped(engine: MiniEngine) -> dict[str, int]:
-    """Number of pages that were computed but not stored, by reason."""
+    """Returns the number of pages that were computed but not stored, by reason."""
     counted = {
         reason: int(engine.counters.value("flexkv_dropped_store_pages_total", reason=reason))
         for reason in reasons_of(NOT_STORED)
@@ -53,7 +57,7 @@ def holds_of(engine: MiniEngine) -> Holds:
 
 
 def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine whose request "one" has ended, with two pages in flight and three pending pages held."""
+    """Returns an engine whose request "one" has ended, with two pages in flight and three pending pages held."""
     engine, worker = two_in_flight(make_engine, **options)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -64,7 +68,7 @@ def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[Faul
 
 
 def stores_whole(engine: MiniEngine) -> bool:
-    """Whether all full blocks of the request are stored and served with the right KV."""
+    """Returns whether all full blocks of the request are stored and served with the right KV."""
     engine.drain()
     engine.forget()
     found = engine.run(make_request(PROMPT, "again"))
@@ -85,7 +89,9 @@ def test_a_live_requests_blocks_need_no_room_by_share(make_engine: Make) -> None
 
 
 def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Two pages begin at once. The others wait for many steps, until the first two copies are released."""
+    """Begins two pages at once. The others wait for many steps, until the first two copies are released. Returns the
+    number of stored pages, and the dropped pages by reason.
+    """
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -122,7 +128,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The offer stays small for any number of pending pages, and for any number of requests with pending pages."""
+    """Without room, a step offers only a few pages, for any number of pending pages and of requests that have them."""
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):
@@ -176,8 +182,9 @@ def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Mak
 
 
 def _fill_lane(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, dict[str, int]]:
-    """A rank's queue takes one store, which stalls for many steps and then ends. Returns the number of stores planned
-    while it stalled, the number of pages stored in the end, and the lost pages."""
+    """Fills a rank's queue with one store, which stalls for many steps and then ends. Returns the number of stores
+    planned while it stalled, the number of pages stored in the end, and the lost pages.
+    """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
     offers = 0
@@ -248,7 +255,7 @@ def test_control_without_a_hold_pending_pages_are_lost(
 
 
 def _end_six(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Six requests end while a rank's queue takes two stores and the first one stalls; then it is released."""
+    """Ends six requests while a rank's queue takes two stores and the first one stalls; then releases it."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"transfer.queue_ops": 2, "store.hold_s": 1000, "store.max_reference_share": 1.0}
     engine = make_engine(blocks=40, worker_class=worker, **settings)
@@ -293,7 +300,9 @@ def test_a_tail_for_which_a_rank_has_no_place_is_counted(make_engine: Make) -> N
 
 
 def test_an_aborted_request_is_held_too(make_engine: Make) -> None:
-    """The request is aborted between two steps, in the middle of its prompt."""
+    """The pending pages of an aborted request are held too. The request is aborted between two steps, in the middle of
+    its prompt.
+    """
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step({"one": 3 * BLOCK_TOKENS})
@@ -312,7 +321,9 @@ def test_held_blocks_are_free_for_the_engine(make_engine: Make) -> None:
 
 
 def _take_all_held(make_engine: Make) -> tuple[MiniEngine, dict[str, int]]:
-    """While three pages are held, the engine uses all of its memory for new KV."""
+    """Makes the engine use all of its memory for new KV while three pages are held. Returns the engine and the lost
+    pages by reason.
+    """
     engine, worker = hold_three(make_engine)
     engine.add(make_request(range(16 * BLOCK_TOKENS), "two", extra_args={"flexkv.skip_save": True}))
     worker.movers[0].release()
@@ -376,7 +387,9 @@ def test_another_watcher_in_our_place_ends_what_is_held(make_engine: Make) -> No
 
 @pytest.mark.parametrize("engine_only", [True, False])
 def test_a_reset_ends_what_is_held(make_engine: Make, engine_only: bool) -> None:
-    """The engine's reset succeeds, because holding takes no reference. No held page is stored after it."""
+    """A reset ends all holds, and no held page is stored after it. The engine's own reset succeeds, because holding
+    takes no reference to a block.
+    """
     engine, worker = hold_three(make_engine)
     assert engine.pool.reset_prefix_cache()
     if not engine_only:
@@ -401,7 +414,9 @@ def test_control_a_hold_that_outlives_a_reset_stores_old_kv(
 
 
 def _expire(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """The time for which the pages are held expires before they can be stored."""
+    """Lets the hold time of the held pages expire before the pages can be stored. Returns the stored pages, and the
+    dropped pages by reason.
+    """
     engine, worker = hold_three(make_engine, **{"store.hold_s": 1000})
     (hold,) = holds_of(engine)
     hold.until_s -= 1000
@@ -427,8 +442,9 @@ def test_control_a_hold_beyond_its_time_is_seen(make_engine: Make, monkeypatch: 
 
 
 def _in_flight_of_held(make_engine: Make) -> int:
-    """Stores of two pages of "one" are in flight when it ends, as many as the share allows (17 * 0.125). Then the limit
-    of pages in flight is raised, but not this share. Returns the number of pages that are in flight after a step."""
+    """Ends a request with two pages in flight, as many as the share of referenced blocks allows (17 * 0.125). Then
+    raises the limit of pages in flight, but not this share. Returns the number of pages in flight after a step.
+    """
     engine, worker = hold_three(make_engine, **{"store.max_reference_share": 0.125})
     manager = engine.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -451,7 +467,9 @@ def test_control_stores_beyond_the_share_are_seen(make_engine: Make, monkeypatch
 
 
 def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine: Make) -> None:
-    """Another request's lease holds the only slots. Nothing is in flight, so no slot will become free."""
+    """An idle engine drops pages for which no slot will become free. Another request's lease holds the only slots, and
+    nothing is in flight.
+    """
     slot = make_engine().unit.pool.slot_bytes
     engine = make_engine(blocks=17, **{"host.bytes": 5 * slot})
     engine.run(make_request(range(23), "kept"))
@@ -465,7 +483,9 @@ def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine:
 
 
 def test_blocks_behind_a_failed_load_are_not_stored(make_engine: Make) -> None:
-    """The failure is known one step late, when the request has ended and pages computed from failed blocks are held."""
+    """Held pages that were computed from failed blocks are not stored. The failure is known one step late, when the
+    request has ended.
+    """
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     tell = engine.hold_reports()
@@ -493,7 +513,9 @@ def test_a_name_that_is_used_again_ends_the_hold(make_engine: Make) -> None:
 
 
 def test_where_nothing_says_what_becomes_of_blocks_they_are_counted(make_engine: Make) -> None:
-    """Under `FlexKVConnectorV1`, stores end in the step, and flexkv cannot learn when a block is reused."""
+    """Under `FlexKVConnectorV1`, flexkv cannot learn when a block is reused, because stores end in the step. So it
+    holds no pages and counts pending ones as dropped.
+    """
     engine, worker = two_in_flight(make_engine, role=EngineRole(stores_end_in_step=True))
     engine.add(make_request(PROMPT, "one"))
     engine.step()

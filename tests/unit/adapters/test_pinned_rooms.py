@@ -1,4 +1,4 @@
-"""Rows on their way from host memory to a device are first copied to pinned buffers. There are buffers for a few
+"""On their way from host memory to a device, rows are first copied to pinned buffers. There are buffers for a few
 layers, which are reused.
 """
 
@@ -20,7 +20,7 @@ SHORT_S, GENEROUS_S = 0.05, 60.0
 
 
 class Source:
-    """Rows that all hold one number. Records the buffers into which they are copied."""
+    """A source of rows that all hold one number. It records the buffers into which its rows are copied."""
 
     def __init__(self, value: float, seen: list[torch.Tensor], before: Callable[[], None]) -> None:
         self._value, self._seen, self._before = value, seen, before
@@ -71,7 +71,9 @@ class Events:
 def pass_layers(
     rooms: PinnedRooms, seen: list[torch.Tensor], before: Callable[[int], None] = lambda layer: None
 ) -> list[torch.Tensor]:
-    """Passes the chunks of all layers through the buffers. Returns the device's rows in that order."""
+    """Passes the chunks of all layers through the buffers. Returns the device's rows in the order of layers and
+    chunks.
+    """
     out = []
     for layer in range(LAYERS):
         sources = [Source(10 * layer + n, seen, lambda layer=layer: before(layer)) for n in range(CHUNKS)]  # type: ignore[misc]
@@ -93,7 +95,7 @@ def test_memory_is_that_of_so_many_layers(layers: int, rooms_used: int) -> None:
 
 
 def early_fills(rooms: PinnedRooms) -> int:
-    """Number of buffers that are filled while the copy out of them is still in flight."""
+    """Returns how many buffers are filled while the copy out of them is still in flight."""
     events, early, seen = Events(), [], list[torch.Tensor]()
     rooms._module = events
 
@@ -118,7 +120,9 @@ def test_control_without_the_wait_it_is_filled_too_early(monkeypatch: pytest.Mon
 def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For all chunks of all layers, there is only one wait and only one warning."""
+    """If a copy does not end, rows pass through pageable memory instead of pinned buffers. For all chunks of all
+    layers, there is only one wait and only one warning.
+    """
     wait, waits = TorchEvent.wait, list[float]()
 
     def note(event: TorchEvent, deadline_s: float) -> bool:
@@ -143,8 +147,8 @@ def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
 def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
     caplog: pytest.LogCaptureFixture, memories: int
 ) -> None:
-    """Two loads run. If they share a `PinnedMemory`, there is one warning; in the control each has its own, and there
-    are two.
+    """If no memory can be pinned, rows pass through pageable memory. Two loads that share a `PinnedMemory` log one
+    warning; in the control each load has its own, and there are two warnings.
     """
     made = [PinnedMemory(CPU, pins=True) for _ in range(memories)]
     for memory in (made[0], made[-1]):
@@ -156,7 +160,7 @@ def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
-    """A load prefetches fewer layers than it brings."""
+    """A load has pinned buffers for as many layers as it prefetches, which are fewer than it loads."""
     cache = make_cache()
     store_all(cache)
     made: list[PinnedRooms] = []

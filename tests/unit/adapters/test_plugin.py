@@ -1,5 +1,5 @@
-"""The plugin that vLLM loads in each of its processes costs little, imports nothing early, and does no harm if
-something is wrong.
+"""vLLM loads flexkv's plugin in each of its processes. The plugin costs little, imports nothing early, and does no harm
+if something is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with a package `vllm` that contains only the factory of connectors."""
+    """Makes a folder with a package `vllm` that contains only the factory of connectors."""
     folder = tmp_path
     for part in FACTORY.split(".")[:-1]:
         folder = folder / part

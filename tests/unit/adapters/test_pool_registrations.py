@@ -1,6 +1,6 @@
-"""No registration of an engine's pool with cuFile outlives the pool's memory: registrations end before the engine
-sleeps, and are made again when it wakes. Plain memory needs no registration, so the lane's calls are only recorded
-here. tests/native has a fake cuFile.
+"""No registration of an engine's pool with cuFile outlives the pool's memory. Registrations end before the engine
+sleeps, and are made again when it wakes. Plain memory needs no registration, so the tests only record the lane's calls.
+tests/native has a fake cuFile.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_sleeping(tmp_path: Path) -> Iterator[Make]:
 
 
 def sleeps(engine: SleepingEngine, registration: Registration) -> bool:
-    """Whether the pool's registration has ended by the time the pool's memory is released."""
+    """Returns whether the pool's registration has ended by the time the pool's memory is released."""
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.lose_memory()
@@ -79,7 +79,7 @@ def test_registrations_end_before_a_sleep_and_are_made_again_on_waking(
     assert sleeps(engine, registration)
     engine.wake_up()
     assert registration.calls == ["released", "restored"]
-    engine.wake_up()  # idempotent
+    engine.wake_up()  # a second call changes nothing
     assert registration.calls == ["released", "restored"]
     assert engine.run(make_request(PROMPT, "two")) == 20
 

@@ -1,4 +1,4 @@
-"""Reads that begin when a request enters vLLM's queue, before the scheduler looks the request up."""
+"""flexkv begins to read pages when a request enters vLLM's queue, before the scheduler looks the request up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def prefetched(engine: MiniEngine) -> int:
-    """Number of pages whose reads began before the lookup."""
+    """Returns the number of pages that flexkv began to read before the lookup."""
     return engine.unit.manager.tiers[DISK].counts.prefetched
 
 
@@ -85,7 +85,7 @@ class Prefetched:
 
 
 def connector_of(engine: MiniEngine) -> FlexKVConnector:
-    """A scheduler's connector around the engine's scheduler side."""
+    """Makes a scheduler's connector around the engine's scheduler side."""
     connector = FlexKVConnector.__new__(FlexKVConnector)
     connector.scheduler = engine.side
     return connector

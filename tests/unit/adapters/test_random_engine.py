@@ -1,5 +1,5 @@
-"""Engines that take random actions in any order. No forward pass reads a wrong number, and at the end nothing is left
-over.
+"""Engines take random actions in any order. No forward pass reads a wrong number. At the end, no request, lease or op
+is left over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_random() -> Iterator[Make]:
 
 
 def failing_copies() -> type[WorkerSide]:
-    """A worker class in which some loads and some stores fail, each at one page."""
+    """Makes a worker class in which some loads and some stores fail, each at one page."""
     numbers = [(kind, number) for kind in (H2D, D2H) for number in range(2, 40, 5)]
     return faulty_worker(
         *(testing_ext.FaultRule(FAIL, kind=kind, nth_op=n, page=n % 3, times=1) for kind, n in numbers)
@@ -61,8 +61,8 @@ def run(engine: RandomEngine) -> None:
 @pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
 @pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
 def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
-    """There are few slots, so that promised, loaded and stored pages are also evicted. There is one rank, or there are
-    two that seem to be in separate processes.
+    """Random actions with few slots, so that promised, loaded and stored pages are also evicted. With `fails`, some
+    copies fail, and two ranks seem to run in separate processes. Otherwise there is one rank.
     """
     engine = make_random(
         7 + soak_round,
@@ -76,8 +76,8 @@ def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak
 
 @pytest.mark.parametrize("store", ["eager", "layerwise"])
 def test_stores_that_wait_for_room(make_random: Make, store: str) -> None:
-    """Few pages may be in flight, and copies are slow. While pages are pending, requests end, lose their blocks, and
-    come again under the same name.
+    """Random actions while stores wait: few pages may be in flight, and copies are slow. While pages are pending,
+    requests end, are preempted, and come again under the same name.
     """
     slow = [testing_ext.FaultRule(DELAY, kind=D2H, nth_op=n, delay_s=0.02) for n in range(1, 200, 2)]
     engine = make_random(
@@ -114,7 +114,7 @@ def test_disks(
     fails: bool,
     soak_round: int,
 ) -> None:
-    """Host memory has slots for 16 blocks, so most served pages come from disk."""
+    """Random actions with a disk tier. Host memory has slots for 16 blocks, so most served pages come from disk."""
     if fails:
         rules = [
             testing_ext.IoFaultRule(0, write=False, times=3),

@@ -1,5 +1,5 @@
-"""Each op of a rank ends in exactly one result. Blocks that may be wrong are reported, no matter which call collected
-the result.
+"""Each op of a rank ends in exactly one result. Blocks that may be wrong are reported, whichever call collects the
+result.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     ops.submit_load(first)
     ops.finish_load(first)
     ops.submit_load(stalled)
-    ops.submit_load(waiting)  # the queue takes one op
+    ops.submit_load(waiting)  # the queue has one entry, so this op waits
     assert world.mover.wait_stalled(1, 60.0)
     world.mover.release()
     ops.close()
@@ -114,8 +114,8 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
-    """The ops of a load have one ticket, so cancelling one op also stops the others midway. The pages of the other ops
-    are not necessarily bad.
+    """If one op of a load is cancelled, the results of its other ops name no failed pages. All ops of a load have one
+    ticket, so cancelling one op also stops the others midway, but their pages are not necessarily bad.
     """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:
@@ -135,8 +135,8 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
-    """When the wait ends, the load's last layer is being copied, so the load can no longer be cancelled. It counts as
-    failed although all of its bytes arrive.
+    """If a layer of a load is late, the load counts as failed although all of its bytes arrive. When the wait ends, the
+    load's last layer is being copied, so the load can no longer be cancelled.
     """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
@@ -157,7 +157,9 @@ def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: 
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(in_time: bool) -> None:
-    """The engine may have overwritten the blocks before they were copied."""
+    """A store that is still copying when its wait ends counts as failed, although all of its bytes are copied later.
+    The engine may have overwritten the blocks before they were copied.
+    """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({"transfer.stuck_s": 60.0 if in_time else 0.05}, {}), 0, Counters())
@@ -178,8 +180,8 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
 
 
 def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the rank waits until the lane has enqueued one store, the lane also enqueues the other stores for which the
-    rank waits. So only the pages of the slow store may be torn.
+    """If the lane does not enqueue one store in time, only the pages of this store count as torn. While the rank waits
+    for the slow store, the lane also enqueues the other stores for which the rank waits.
     """
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:

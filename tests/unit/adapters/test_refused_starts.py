@@ -23,7 +23,7 @@ Make = Callable[..., MiniEngine]
 
 
 class Late(ConfigError):
-    """The error with which the last action of a start fails."""
+    """Raised by the last action of a start."""
 
 
 def fails(*_arguments: object, **_named: object) -> Any:
@@ -32,7 +32,7 @@ def fails(*_arguments: object, **_named: object) -> Any:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
-    """Every host pool that was made."""
+    """Returns a list that gets every host pool that is made."""
     made: list[HostPool] = []
 
     def make(*arguments: Any, **named: Any) -> HostPool:
@@ -58,7 +58,7 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
     }
     with monkeypatch.context() as broken:
         broken.setattr(module, name, fails)
-        # The exception's traceback refers to everything that the start had made.
+        # The exception stays referenced, and its traceback refers to all objects that the start had made.
         with pytest.raises(Late) as caught:
             make_engine(**settings)
     [pool] = pools
@@ -75,8 +75,8 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
 def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
     worker_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start must be refused when the worker is made, in whichever process that is. If a rank in another process is
-    refused later, it only logs the refusal, and runs without the cache.
+    """A wrong profiler library is reported when a worker is made, in whichever process that is. A rank in another
+    process that is refused later would only log the refusal and run without the cache.
     """
     monkeypatch.setattr(nvtx, "_library", None)
     more = (1,) if worker_class is vllm_worker.WorkerSide else ()

@@ -1,5 +1,5 @@
-"""flexkv's fields in a request, or in a piece of a streaming session, are read strictly, but never make the request
-fail.
+"""flexkv reads its fields in a request, or in a piece of a streaming session, strictly. A wrong field never makes the
+request fail.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def test_a_storm_is_one_line_a_minute_and_all_of_it_is_counted(read: Read) -> No
 
 
 def test_no_field_ends_the_engine(make_engine: Make) -> None:
-    """An exception in a hook of the scheduler would end vLLM's engine."""
+    """No value in flexkv's fields raises an exception, because an exception in a hook of the scheduler would end vLLM's
+    engine.
+    """
     engine = make_engine()
     for number, params in enumerate(("abc", {"skip_save": "maybe"}, {"x": object()})):
         engine.run(make_request(PROMPT, f"r{number}", extra_args={"kv_transfer_params": params}))
@@ -179,8 +181,8 @@ class Session:
 def test_each_piece_of_a_session_asks_for_its_own_tokens(
     make_engine: Make, asks: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """The pieces have 10, 9 and 9 tokens, so blocks 2 and 4 each hold tokens of two pieces. The first set of parameters
-    is the control.
+    """The store settings of each piece of a streaming session hold for the tokens of this piece alone. The pieces have
+    10, 9 and 9 tokens, so blocks 2 and 4 each hold tokens of two pieces. The first set of parameters is the control.
     """
     session = Session(make_engine(), range(100, 110), asks[0])
     session.go_on(range(110, 119), asks[1])
@@ -228,8 +230,8 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
 def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
     make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
 ) -> None:
-    """Stores of two pages begin at once, the others only after the request has ended. The first set of parameters is
-    the control.
+    """Pages that wait for the in-flight limit omit blocks that a piece of the session excluded from storing. Stores of
+    two pages begin at once, the others only after the request has ended. The first set of parameters is the control.
     """
     engine, worker = two_in_flight(make_engine)
     session = Session(engine, range(100, 110), asks[0])

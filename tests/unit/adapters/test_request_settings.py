@@ -1,5 +1,5 @@
-"""Settings of one request under vLLM: their names, values that cannot be read, and their effect on the request's stores
-and loads.
+"""Tests the settings of one request under vLLM: their names, values that cannot be read, and their effect on the
+request's stores and loads.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def test_what_a_request_stores_expires(make_engine: Make, mode: str, monkeypatch
 
 @pytest.mark.parametrize(("ttl_s", "blocks"), [(None, 4), (60, 0)])
 def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int | None, blocks: int) -> None:
-    """The engine evicts a block long after it was computed, so a lazy store does not know when the block's lifetime
-    began.
+    """Lazy stores do not store blocks of a request that has a lifetime (`flexkv.ttl_s`). The engine evicts a block long
+    after it was computed, so a lazy store does not know when the block's lifetime began.
     """
     engine = make_engine(blocks=8, **{"store.mode": "lazy", "store.max_reference_share": 1.0})
     engine.run(make_request(range(100, 116), "one", extra_args={"flexkv.ttl_s": ttl_s}))
@@ -256,7 +256,9 @@ def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int |
 def test_a_sessions_time_becomes_no_longer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
 ) -> None:
-    """The session's two pieces have 10 and 9 tokens, so one block holds tokens of both."""
+    """A later piece of a session cannot extend the lifetime of the session's blocks. The session's two pieces have 10
+    and 9 tokens, so one block holds tokens of both.
+    """
     extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
     engine = make_engine()
     session = Session(engine, range(100, 110), extra[0])
@@ -286,7 +288,9 @@ def test_no_more_is_loaded_than_a_request_allows(
 
 
 def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> None:
-    """Two callers have a namespace each, one has none, and one has a namespace named "None"."""
+    """Requests with different namespaces share no page. Two callers have a namespace each, one has none, and one has a
+    namespace named "None".
+    """
     engine = make_engine(**{"store.partial_blocks": True})
     names = [None, "a", "b", "None"]
 
@@ -316,7 +320,9 @@ def test_requests_with_different_namespaces_share_nothing(make_engine: Make) -> 
 def test_a_session_changes_its_limit(
     make_engine: Make, limits: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
-    """The session's pieces have 10, 9 and 9 tokens. A piece without settings keeps those of the previous piece."""
+    """A piece of a session can change the limit of stored tokens. The session's pieces have 10, 9 and 9 tokens. A piece
+    without settings keeps those of the previous piece.
+    """
     session = Session(make_engine(), range(100, 110), limits[0])
     session.go_on(range(110, 119), limits[1])
     session.go_on(range(119, 128), limits[2])

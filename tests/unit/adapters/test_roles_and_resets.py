@@ -1,4 +1,4 @@
-"""How an engine's role, speculation and resets affect what is stored and promised."""
+"""Shows how an engine's role, speculation and resets affect the pages that flexkv stores and promises."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_what_the_engine_kept_of_the_old_weights_is_not_stored(make_engine: Make
     first = make_request(PROMPT, "one")
     engine.add(first)
     engine.step()
-    # The engine cannot reset its cache while a request runs, so it keeps its blocks. flexkv drops its pages anyway.
+    # The engine cannot reset its own cache while a request runs, so the request keeps its blocks. flexkv drops its
+    # pages anyway.
     assert engine.side.reset()
     engine.adopt(make_request([*PROMPT[:8], *range(10)], "two"), engine.live["one"].blocks[:2])
     engine.step()
@@ -87,7 +88,8 @@ def test_lazy_keeps_away_from_blocks_computed_from_a_failed_load(make_engine: Ma
     assert engine.add(make_request(PROMPT, "two")) == 12
     engine.step()
     assert engine.invalid
-    # The request ends before it is computed again, so its wrong blocks go to the free queue with their hashes.
+    # The request ends before the engine computes the failed block again, so its wrong blocks go to the free queue with
+    # their hashes.
     engine.finish("two")
     engine.step({})
     engine.drain()

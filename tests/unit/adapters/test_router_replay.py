@@ -44,7 +44,7 @@ class Wire:
             self.published += 1
 
     def heard(self) -> Batches:
-        """All batches that the subscriber receives, by number, up to the last published one."""
+        """Receives batches up to the last published one. Returns them by number."""
         batches: Batches = {}
         while self.published - 1 not in batches:
             assert self._subscriber.poll(WITHIN_S * 1000), (
@@ -55,7 +55,7 @@ class Wire:
         return batches
 
     def replay(self, first: int) -> Batches:
-        """All batches from `first` on that the publisher still keeps, by number."""
+        """Returns all batches from `first` on that the publisher still keeps, by number."""
         batches: Batches = {}
         with self._context.socket(zmq.DEALER) as asks:
             asks.connect(self._replay)

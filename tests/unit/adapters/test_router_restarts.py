@@ -1,5 +1,5 @@
-"""After a restart, pages that the earlier process left on disk are announced, and a router that knows only events
-predicts what is served.
+"""After a restart, flexkv announces the pages that the earlier process left on disk. A router that knows only KV events
+then predicts exactly what is served.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def one_request(blocks: int = 3, name: str = "one", **fields: Any) -> Request:
 
 
 def found(world: World, drain: bool = True) -> list[BlockStored]:
-    """The stored blocks that the world announces before it serves a request."""
+    """Returns the stored blocks that the world announces before it serves a request."""
     if drain:
         world.engine.drain()
     return [event for event in world.engine.take_events() if isinstance(event, BlockStored)]
@@ -72,7 +72,7 @@ def found(world: World, drain: bool = True) -> list[BlockStored]:
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(tmp_path: Path, mode: str, killed: bool) -> None:
-    is_left = False  # whether the previous process left pages that this one finds
+    is_left = False  # whether the previous process left pages that this process finds
     for number in range(1 + 2 * soak_factor()):
         served = serve(tmp_path, number, REQUESTS, killed, **{"disk.mode": mode})
         assert (served.over, served.under) == (0, 0), f"process {number}: {served}"
@@ -83,7 +83,9 @@ def test_a_router_predicts_what_is_served_over_restarts(tmp_path: Path, mode: st
 
 
 def serve_some(world: World) -> tuple[int, int]:
-    """How often the router predicted more than was served, and how often less."""
+    """Serves some random requests. Returns how often the router predicted more tokens than were served, and how often
+    fewer.
+    """
     over = under = 0
     for _ in range(REQUESTS):
         predicted, served = world.serve_one()
@@ -118,14 +120,14 @@ class TellsOfAll:
 
 
 def believe_in_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the index list every page, as after a crash that happened before removals were recorded."""
+    """Makes the disk index list every page, as after a crash that happened before removals were recorded."""
     assert world.engine.side.events is not None
     monkeypatch.setattr(world.engine.side.events, "_disk", TellsOfAll())
 
 
 class NamesFormerPages:
-    """Disks whose index still lists these pages, although they were removed and other pages of the same blocks were
-    written. This happens after a crash if the index had not recorded the two changes yet.
+    """Stands for disks whose index still lists earlier pages of some blocks. These pages were removed, and other pages
+    of the same blocks were written. This happens after a crash if the index had not recorded the two changes yet.
     """
 
     in_use = True
@@ -223,7 +225,7 @@ def test_blocks_that_leave_before_they_are_announced_are_not_announced_by_the_ne
         world.engine.step({})
         size = book(tmp_path).stat().st_size
         world.engine.unit.manager.forget(0, world.engine.keys_of(one_request())[1:])
-        # This must happen before an orderly end, because the process may crash instead.
+        # The removals must reach the file before an orderly shutdown, because the process may crash instead.
         world.engine.until(lambda: book(tmp_path).stat().st_size > size)
         assert found(world, drain=False) == []
     world = make_world()
@@ -246,7 +248,9 @@ def test_inputs_whose_names_serve_one_run_are_not_announced_by_the_next(make_wor
 
 
 def test_blocks_of_an_adapter_are_not_announced_by_the_next(make_world: Make, tmp_path: Path) -> None:
-    """In the next process, the adapter's name may stand for different content."""
+    """Blocks of an adapter are not announced after a restart, because the adapter's name may stand for different
+    content in the next process.
+    """
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -357,7 +361,7 @@ def test_a_file_that_lost_its_end_announces_less_and_nothing_wrong(
     assert len(world.router.has["STORAGE"]) < whole
 
 
-# --- the file ---
+# --- the file that lists the announced blocks ---
 
 
 def test_the_file_shrinks_to_what_is_on_disk(
@@ -380,7 +384,7 @@ def test_the_file_shrinks_to_what_is_on_disk(
 
 
 def cannot_replace(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes every rewrite of the file fail. Returns a list that gets one item per attempt."""
+    """Makes every rewrite of that file fail. Returns a list that gets one item per attempt."""
     tries: list[int] = []
     replace = FrameLog.replace
 
@@ -518,7 +522,9 @@ def test_a_tier_that_is_out_of_use_is_not_announced(make_world: Make) -> None:
 def test_blocks_that_lazy_stores_name_by_their_hashes_stay_announced_by_the_next(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`store.mode` changes at a restart, and a block is stored lazily before the file that lists it is read."""
+    """Blocks stay announced after the next restart, although lazy stores now name them by their hashes alone.
+    `store.mode` changes at a restart, and a block is stored lazily before the file that lists it is read.
+    """
     make_world().engine.run(one_request())
     lazy = {"blocks": 9, "store.mode": "lazy", "store.max_reference_share": 1.0}
     with monkeypatch.context() as slow:

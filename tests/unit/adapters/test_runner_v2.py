@@ -1,5 +1,6 @@
-"""After a load fails within a step, vLLM's Model Runner V2 continues at the request's old position. Nothing computed
-from there on is stored. tests/engines_vllm33 tests that runner itself, after a failed load of another connector.
+"""After a load fails within a step, vLLM's Model Runner V2 continues at the request's old position. flexkv stores
+nothing that is computed from there on. tests/engines_vllm33 tests that runner itself, after a failed load of another
+connector.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def settle(engine: MiniEngine) -> None:
 def failed_within_a_step(
     make_engine: Make, keeps_computed: bool, store_mode: str, goes_on: bool = True
 ) -> MiniEngine:
-    """An engine on V2 in which block 2 of a sync load of "two" failed. With `goes_on`, "two" has also computed the
-    rest.
+    """Returns an engine on V2 in which block 2 of a sync load of "two" failed. With `goes_on`, "two" has also computed
+    the rest.
     """
     engine = make_engine(
         blocks=8 if store_mode == "lazy" else 32,  # lazy stores look only at the free queue's head
@@ -57,7 +58,7 @@ def failed_within_a_step(
 
 
 def serves_wrong_kv(engine: MiniEngine) -> bool:
-    """Whether a new request with the same tokens gets wrong KV."""
+    """Returns whether a new request with the same tokens gets wrong KV."""
     settle(engine)
     engine.forget()
     engine.add(make_request(PROMPT, "three"))
@@ -93,8 +94,8 @@ def test_control_without_knowing_the_runner_wrong_kv_is_served(make_engine: Make
 def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
     make_engine: Make, store_mode: str, keeps_computed: bool
 ) -> None:
-    """vLLM's own prefix cache keeps the wrong blocks under their hashes, and another request computes from them. The
-    control is without `keeps_computed`.
+    """flexkv does not store KV that another request computes from the wrong blocks, which vLLM's own prefix cache keeps
+    under their hashes. The control is without `keeps_computed`.
     """
     engine = failed_within_a_step(make_engine, keeps_computed, store_mode, goes_on=False)
     blocks = engine.live["two"].blocks
@@ -111,7 +112,9 @@ def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
 
 
 def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_engine: Make) -> None:
-    """The runner gets this request for the first time when the failure is already known, so it has no old position."""
+    """A request that waited for its failed load is stored after it was computed. The runner gets this request for the
+    first time when the failure is already known, so the runner has no old position for it.
+    """
     engine = stored_engine(
         make_engine,
         PROMPT,
@@ -126,7 +129,9 @@ def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_e
 
 
 def test_a_request_that_starts_again_after_it_stores_again(make_engine: Make) -> None:
-    """A preemption gives the request other blocks, and the runner forgets its old position."""
+    """After a failed load, a request that is preempted and starts again is stored. The preemption gives the request
+    other blocks, and the runner forgets its old position.
+    """
     engine = failed_within_a_step(make_engine, True, "eager")
     request = engine.live["two"].request
     engine.preempt("two")

@@ -1,4 +1,6 @@
-"""Engines with several KV groups, driven by vLLM's own scheduler. A forward pass reads only expected values."""
+"""Engines with several KV groups, driven by vLLM's own scheduler. Each forward pass checks that it reads only the
+expected values.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
 def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     make_scheduled: Make, kind: str, overlap: bool, store: str
 ) -> None:
-    """The request runs alone in a small pool, and then beside another one, where it is aborted after its prompt."""
+    """Although few pages may be in flight, a prompt is stored completely. The request runs alone in a small pool. Then
+    a second one runs beside another request, and is aborted after its prompt.
+    """
     settings = {"store.mode": store, "store.inflight_pages": 6, "store.max_reference_share": 0.9}
     engine = make_scheduled(*KINDS[kind], overlap=overlap, blocks=60, **settings)
     engine.run("first", PROMPT, output=2)
@@ -98,8 +102,8 @@ def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     engine.forget()
     found = engine.run("again", PROMPT[::-1])
     if kind == "two full" and not overlap:
-        # In the other cases the hit is shorter. With a window, the aborted request's last window was not stored; with
-        # overlap, its last step does not count as computed.
+        # In the other cases the hit is shorter. With a window, the aborted request's last window was not stored. With
+        # overlap, the last step of the aborted request does not count as computed.
         assert found == 48
     engine.check()
 
@@ -119,7 +123,9 @@ def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
 
 
 def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Make) -> None:
-    """If it were not computed, the hit would be promised again in every step, and fail again."""
+    """If the engine has no block for a promised page, it computes the tokens. Otherwise flexkv would promise the hit
+    again in every step, and the load would fail again.
+    """
     engine = make_scheduled(full(4), window(4, 9))
     engine.run("first", PROMPT)
     engine.forget()
@@ -144,7 +150,7 @@ def local(manager: CacheManager) -> LocalCacheManager:
 
 
 def kept(engine: ScheduledEngine, tokens: list[int]) -> list[int]:
-    """For each group, the number of pages of these tokens in the cache."""
+    """Returns for each group how many pages of these tokens are in the cache."""
     side = engine.connector.scheduler
     keys = side.requests.of(engine.add("probe", tokens)).keys()
     counts = [int(local(side.unit.manager).present(at, of_group).sum()) for at, of_group in enumerate(keys)]
@@ -179,8 +185,8 @@ def test_nothing_of_any_group_is_stored_of_a_request_that_asks_for_it(
 def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
     make_scheduled: Make, checkpoint: int, loads: list[int]
 ) -> None:
-    """The engine takes 16 of the 48 promised tokens. A shorter hit needs windows of its own, which exist only if a
-    checkpoint was stored there.
+    """The engine takes only 16 of the 48 promised tokens. A hit of 16 tokens needs the window before token 16, which is
+    stored only if there is a checkpoint. Without it the load fails, and the engine computes the tokens.
     """
     engine = make_scheduled(full(4), window(4, 9), blocks=128, **{"store.checkpoint_tokens": checkpoint})
     engine.run("first", PROMPT)
@@ -208,8 +214,8 @@ def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
 
 
 def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
-    """The windows at the prompt's end can be stored only now. Blocks of full attention are offered again later, and the
-    other windows are spare.
+    """If not all stores fit the limit, the windows at the prompt's end are stored first, because they can be stored
+    only now. Blocks of full attention are offered again later, and the other windows are spare.
     """
     settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.05}
     engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)
@@ -242,15 +248,15 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
     engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
     engine.run("same", PROMPT)
     assert worker_class.movers[0].acted == 1
-    # Without the window's failed page, which ends at token 44, a hit of 32 tokens is left; without page 0 of the full
-    # group, none is.
+    # The window's failed page ends at token 44. Without this page, a hit of 32 tokens is possible. Without page 0 of
+    # the full group, no hit is possible.
     assert taken[:2] == ([48, 0], [48, 32])[group]
     engine.check()
 
 
 def test_no_client_resets_under_requests_while_an_aborted_load_holds_blocks(make_scheduled: Make) -> None:
-    """vLLM raises an error if a reset would preempt running requests while a load holds blocks. After an abort, the
-    load holds them until its copies have ended.
+    """While an aborted load holds blocks, the test's clients do not reset the cache under running requests, because
+    vLLM would raise an error. The load holds its blocks until its copies have ended.
     """
     worker_class = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.H2D)))
     engine = make_scheduled(full(4), window(4, 9), blocks=128, worker_class=worker_class)

@@ -1,5 +1,5 @@
-"""If there are more ranks than KV heads, adjacent ranks have the same head. They share a stripe, which the first of
-these ranks writes.
+"""If there are more ranks than KV heads, several adjacent ranks have the same head. They share a stripe, which the
+first of these ranks writes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def test_a_head_is_stored_once_and_served_to_all_ranks_that_have_it(
     ]
     assert moved == [5, 0, 5, 0]
     engine.forget()
-    assert engine.run(make_request(PROMPT, "two")) == 20  # every rank's bytes are compared
+    assert engine.run(make_request(PROMPT, "two")) == 20  # the pass compares every rank's bytes
     assert engine.invalid == set()
 
 
 def test_ranks_that_only_seem_to_have_one_head_load_what_is_wrong(make_engine: Make) -> None:
-    """The control: only two ranks have the same head, but four share a stripe."""
+    """The control: ranks with different heads that share a stripe load wrong KV. Only two ranks have the same head, but
+    four share a stripe.
+    """
     engine = make_engine(ranks=4, head_replicas=4, **{"load.mode": "sync"})
     engine.pools.replicas = 2
     engine.run(make_request(PROMPT, "one"))

@@ -1,5 +1,5 @@
-"""Engines that release their KV memory (sleep): no copy touches that memory, and waiting loads and stores end in
-failures that name the sleep.
+"""Engines that release their KV memory (sleep): no copy touches that memory. Loads and stores that wait fail with a
+reason that names the sleep.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def stored(make: Make, **options: Any) -> SleepingEngine:
 
 
 class DeafWorker(FaultyWorker):
-    """For the control test: a worker that continues when the engine releases its memory."""
+    """For the control test: a worker that goes on copying when the engine releases its memory."""
 
     rules: ClassVar[list[Any]] = [testing_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
     movers: ClassVar[dict[int, Any]] = {}
 
     def unregister_kv_caches(self) -> None:
-        """Ends no copy."""
+        """Does not end any copy."""
 
 
 def with_stalled_load(make: Make, worker: type[FaultyWorker]) -> SleepingEngine:
@@ -107,7 +107,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
         ClosedError, match=r"rank 0: \d copies ended neither within transfer.close_s \(0.05 s\)"
     ):
         engine.workers[0].unregister_kv_caches()
-    # The sleep was refused, so the engine is still awake.
+    # The connector refused the sleep, so the engine is still awake.
     worker.movers[0].release()
     engine.finish("one")
     engine.drain()
@@ -120,7 +120,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
 def test_what_is_asked_of_a_sleeping_engine_ends_refused(make_sleeping: Make, mode: str, ranks: int) -> None:
     engine = stored(make_sleeping, ranks=ranks, remote=ranks > 1, **{"load.mode": mode})
     engine.lose_memory()
-    # A scheduler does not add requests while its engine sleeps, but a worker must not rely on that.
+    # A scheduler adds no requests while its engine sleeps, but a worker must not rely on that.
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({"two": 3} if mode == "sync" else {})
     engine.end_load("two")
@@ -157,7 +157,7 @@ def test_the_hooks_may_come_twice_and_before_there_is_a_pool(make_sleeping: Make
         engine.wake_up()
     assert engine.run(make_request(PROMPT, "two")) == 20
     late = make_sleeping(ranks=2, remote=True)
-    late.lose_memory()  # no step has brought the pool's grant yet
+    late.lose_memory()  # no step has brought the worker the grant of its pool yet
     late.step({})
     late.wake_up()
     late.run(make_request(PROMPT, "one"))
@@ -184,8 +184,8 @@ def test_an_engine_that_slept_caches_again(make_sleeping: Make, store: str, rank
 
 
 def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleeping: Make) -> None:
-    """vLLM 0.33 may allocate for an async load when it takes a step's output. A reset can then come before the next
-    step, which would order the load.
+    """A load that begins between two steps fails if a reset comes before the step that would order it. In vLLM 0.33, an
+    async load may begin when vLLM takes a step's output.
     """
     engine = stored(make_sleeping)
     assert engine.add(make_request(PROMPT, "two")) == 20
@@ -284,7 +284,9 @@ def test_a_reset_fails_while_other_processes_copy(
 def test_stores_not_begun_before_a_sleep_are_dropped(
     make_sleeping: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device, the last stores of a request wait for the next step, which would come only after the sleep."""
+    """Stores that have not begun before a sleep are dropped. On a device, the last stores of a request wait for the
+    next step, which would come only after the sleep.
+    """
     monkeypatch.setattr("flexkv.adapters.vllm.scheduler.current_device_is_host", lambda: False)
     engine: MiniEngine = make_sleeping(**ENDS, **{"store.partial_blocks": True})
     engine.add(make_request(PROMPT, "one"))

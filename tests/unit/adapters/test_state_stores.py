@@ -1,4 +1,4 @@
-"""Which of a request's states are stored in each step: only states that a step of the engine has written."""
+"""Shows which of a request's states are stored in each step: only states that a step of the engine has written."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Steps:
         self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
     ) -> list[tuple[int, int]]:
         """Runs a step that computes all tokens before `end`, with `states` as the request's block table of states.
-        Returns the states that are offered.
+        Returns the states that the step offers to the cache manager.
         """
         request, name = self.request, self.request.request_id
         full = list(range(50, 50 + -(-end // BLOCK_TOKENS)))
@@ -161,8 +161,8 @@ def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
 
 
 def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
-    """The request resumes with its prompt and its answer. A load of 16 tokens failed and left a block in the table. The
-    step computes tokens 4 to 23 and does not write a state to that block.
+    """A block that a failed load left in the state table is not offered as a state. The request resumes with its prompt
+    and its answer after a load of 16 tokens failed. The step computes tokens 4 to 23 and writes no state to block 77.
     """
     steps = Steps(prompt=18, output=8)
     steps.request.num_computed_tokens = 4

@@ -1,5 +1,5 @@
-"""Loads that end within the step that needs them, either before its forward pass or layer by layer. If one fails, its
-wrong blocks are reported.
+"""Tests loads that end within the step that needs them, either before its forward pass or layer by layer. If such a
+load fails, flexkv reports its wrong blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ either_way = pytest.mark.parametrize(("mode", "layer"), WAYS)
 
 
 def stored(make_engine: Make, worker_class: type[FaultyWorker], mode: str, **settings: float) -> MiniEngine:
-    """An engine that has stored PROMPT's first 16 tokens and dropped its own copy of them."""
+    """Returns an engine that has stored PROMPT's first 16 tokens and dropped its own copy of them."""
     return stored_engine(
         make_engine, PROMPT[:16], worker_class=worker_class, **{"load.mode": mode}, **settings
     )
@@ -63,7 +63,7 @@ def test_requests_that_share_the_failed_block_are_affected_too(
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=1, layer=layer, times=1))
     engine = stored(make_engine, fails, mode)
     assert engine.add(make_request(PROMPT[:20], "two")) == 16
-    # "three" found the blocks of "two" in the engine's own prefix cache.
+    # Request "three" gets the blocks of "two" from the engine's own prefix cache.
     sharing = make_request([*PROMPT[:8], *range(9)], "three")
     engine.adopt(sharing, engine.live["two"].blocks[:2])
     engine.step()

@@ -12,7 +12,7 @@ from flexkv.cache.ledger.cost import LinearFit
 
 
 class Script:
-    """Steps with the number of tokens of each request, and a clock that tests set."""
+    """Scripts steps with the number of tokens of each request, and a clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 10.0

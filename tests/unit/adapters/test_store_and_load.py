@@ -1,5 +1,5 @@
-"""Blocks are stored in host memory and loaded again unchanged. The tests use both sides of the connector, and vLLM's
-own requests.
+"""Blocks are stored in host memory and loaded again unchanged. The tests use the scheduler's and the worker's side of
+the connector, and vLLM's own requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: b
 
 
 def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
-    """The control for all tests in this file: if a load brought wrong bytes, the checks would fail."""
+    """The control for all tests in this file: if a load delivers wrong bytes, the checks notice it."""
     rule = testing_ext.FaultRule(CORRUPT, kind=0, page=1)
     engine = make_engine(worker_class=faulty_worker(rule))
     engine.run(make_request(PROMPT, "one"))
@@ -175,14 +175,17 @@ def test_images_swapped_within_one_block_are_apart(make_engine: Make) -> None:
 
 
 def test_a_prefix_of_three_tokens_is_a_hit(make_engine: Make) -> None:
-    """The documented example of a partial tail: 3 tokens are stored, then 7 tokens that begin with them run."""
+    """A partial tail is a hit for a longer prompt, as in the docs: 3 tokens are stored, then a prompt of 7 tokens that
+    begins with them runs.
+    """
     engine = make_engine(**{"store.partial_blocks": True})
     assert engine.run(make_request([11, 12, 13], "hello")) == 0
     engine.forget()
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17], "hello, how are you")) == 3
     engine.forget()
     used = engine.unit.slots - engine.unit.manager.free_slots(0)
-    # The tail of "hello", the full block of the second request, and the tail of the second request.
+    # Three pages are used: the tail of "hello", the full block of the second request, and the tail of the second
+    # request.
     assert used == 3
     assert engine.run(make_request([11, 12, 13, 14, 15, 16, 17, 18], "again")) == 7
 
@@ -210,7 +213,8 @@ def test_lazy_stores_what_lies_next_to_eviction(make_engine: Make) -> None:
     engine = make_engine(blocks=13, **{"store.mode": "lazy"})
     engine.run(make_request(PROMPT, "one"))
     assert engine.unit.manager.stats().stored_pages == 0
-    # The pool has 12 blocks. "two" takes the six unused ones, so the blocks of "one" are next in the free queue.
+    # The pool has 12 blocks. Request "two" takes the six unused ones, so the blocks of "one" are next in the free
+    # queue.
     engine.run(make_request([*range(23)], "two"))
     engine.step({})
     engine.drain()

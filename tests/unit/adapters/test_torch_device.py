@@ -1,4 +1,4 @@
-"""The layerwise pipelines on torch tensors in CPU memory, where work on torch's streams runs in order."""
+"""Tests the layerwise pipelines on torch tensors in CPU memory, where work on torch's streams runs in order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_cannot_be_enqueued_fails_every_chunk() -> None:
 
 
 class Broken:
-    """An event of a device whose context is broken."""
+    """Stands for an event of a device whose context is broken."""
 
     def query(self) -> bool:
         raise RuntimeError("an illegal memory access")

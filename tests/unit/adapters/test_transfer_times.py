@@ -1,4 +1,6 @@
-"""The reported time of a transfer is never shorter than the real one, which would give impossible throughputs."""
+"""The reported time of a transfer is never shorter than the real time. A shorter time would give impossible
+throughputs.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def write(folder: Path, name: str = "model.bin", changed: int | None = None) -> str:
-    """Writes a file of weights in a format in which the positions of tensors are unknown."""
+    """Writes a file of weights in a format in which flexkv does not know the positions of tensors."""
     folder.mkdir(exist_ok=True)
     content = bytearray(i * 7 % 251 for i in range(SIZE))
     if changed is not None:
@@ -71,14 +71,14 @@ def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
 
 
 def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) -> None:
-    """Only the digest of all content detects a change of one value in a large tensor."""
+    """The control: sampling does not notice a changed value in a large tensor. Only the digest of all content does."""
     before = identity(write_model(tmp_path / "a"))
     change(tmp_path / "a" / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN, 8 * HIDDEN)
     assert identity(tmp_path / "a") == before
 
 
 def test_the_reads_of_many_files_are_bounded() -> None:
-    """The bound holds for a hundred files with 2,000 tensors each."""
+    """The number of samples stays within its bound for a hundred files with 2,000 tensors each."""
     budget = Budget.of_files(100)
     small = [(f"small {n}", SampledRun(n * 300_000, n * 300_000 + SMALL_BYTES)) for n in range(1000)]
     large = [(f"large {n}", SampledRun(n * 300_000 + 100_000, n * 300_000 + 200_000)) for n in range(1000)]
@@ -166,7 +166,7 @@ def test_a_hub_snapshot_is_named_by_its_commit() -> None:
 
 
 def snapshot(root: Path) -> Path:
-    """Writes the folder of a commit in the hub's cache."""
+    """Writes the folder of a commit as in the cache of the Hugging Face hub."""
     blobs, folder = root / "blobs", root / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     write_model(blobs).joinpath("model.safetensors").rename(blobs / "e3b0")

@@ -17,14 +17,14 @@ from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 
 def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
-    """Does the same to torch tensors as `layer_world.turn` does to arrays."""
+    """Rotates `keys` in place, as `layer_world.turn` does for arrays."""
     by = torch.from_numpy(positions.new - positions.old + layer + 1).to(keys.device, keys.dtype)
     keys.copy_(keys * 3 + by[:, None, None])
 
 
 def check_load_and_store(seed: int, where: str) -> None:
-    """Loads a world into tensors on the device `where`, stores it from there, and checks both results. Loads prefetch
-    if `seed` is odd.
+    """Loads a world into tensors on the device `where`, then stores it from there. Checks the loaded and the stored
+    bytes. Loads prefetch if `seed` is odd.
     """
     world = LayerWorld(seed)
     device = TorchDevice(where)
@@ -67,8 +67,8 @@ def check_load_and_store(seed: int, where: str) -> None:
 
 
 def check_turned_load(seed: int, where: str) -> None:
-    """Loads a world whose keys are rotated into tensors on the device `where`, using the fused scatter, and compares
-    every bit.
+    """Loads a world with rotated keys into tensors on the device `where` with the fused scatter, and compares every
+    bit.
     """
     world = TurnedWorld(seed)
     device = TorchDevice(where)
@@ -78,7 +78,7 @@ def check_turned_load(seed: int, where: str) -> None:
         bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
         return bits.view(getattr(torch, world.dtype))
 
-    # Tensors in the device's own memory with the same strides as the world's arrays.
+    # The device tensors have the same strides as the world's arrays.
     memory = [tensor(layer) if where == "cpu" else _like(tensor(layer), where) for layer in world.memory]
     stored = [[tensor(rows) for rows in layer] for layer in world.stored]
     if pinned:

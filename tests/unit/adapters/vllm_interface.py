@@ -8,7 +8,7 @@ from collections.abc import Mapping
 Parameters = tuple[str, ...]
 
 COMMON: dict[str, Parameters] = {
-    # Called on the worker's connector.
+    # Hooks that vLLM calls on the worker's connector.
     "get_mem_pool_context": (),
     "register_kv_caches": ("kv_caches",),
     "set_host_xfer_buffer_ops": ("copy_operation",),
@@ -28,7 +28,7 @@ COMMON: dict[str, Parameters] = {
     "get_kv_connector_kv_cache_events": (),
     "build_connector_worker_meta": (),
     "get_handshake_metadata": (),
-    # Called on the scheduler's connector.
+    # Hooks that vLLM calls on the scheduler's connector.
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "bind_gpu_block_pool": ("gpu_block_pool",),
     "set_xfer_handshake_metadata": ("metadata",),
@@ -47,10 +47,10 @@ COMMON: dict[str, Parameters] = {
     "has_pending_push_work": (),
     "get_finished_count": (),
     "reset_cache": (),
-    # Called on both.
+    # Hooks that vLLM calls on the worker's and on the scheduler's connector.
     "get_kv_connector_stats": (),
     "shutdown": (),
-    # Called on the connector's class.
+    # Hooks that vLLM calls on the connector's class.
     "get_required_kvcache_layout": ("vllm_config",),
     "requires_piecewise_for_cudagraph": ("extra_config",),
     "build_kv_connector_stats": ("data",),
@@ -78,14 +78,16 @@ PROPERTIES = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery", "r
 
 
 def parameters_of(hook: object) -> Parameters:
-    """The names of a method's parameters without `self`. A parameter that takes any keyword is written `**name`."""
+    """Returns the names of a method's parameters without `self`. A parameter that takes any keyword is written
+    `**name`.
+    """
     found = inspect.signature(hook).parameters.values()  # type: ignore[arg-type]
     named = [p for p in found if p.name != "self"]
     return tuple(f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in named)
 
 
 def public_hooks(connector: type) -> dict[str, Parameters]:
-    """Every public method of a class, with the names of its parameters."""
+    """Returns every public method of a class, with the names of its parameters."""
     members = {name: inspect.getattr_static(connector, name) for name in dir(connector)}
     return {
         name: parameters_of(getattr(connector, name))
@@ -95,7 +97,9 @@ def public_hooks(connector: type) -> dict[str, Parameters]:
 
 
 def misfits(connector: type, hooks: Mapping[str, Parameters]) -> list[str]:
-    """One line for each hook that the class lacks, or that cannot be called by position and name as vLLM calls it."""
+    """Returns one line for each hook that the class lacks, or that vLLM cannot call with its positions and names of
+    arguments.
+    """
     found = []
     for name, parameters in hooks.items():
         hook = inspect.getattr_static(connector, name, None)

@@ -1,4 +1,4 @@
-"""vLLM's own requests and block pools, made in the same way as vLLM's engine makes them."""
+"""Makes vLLM's own requests and block pools in the same way as vLLM's engine does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
 
 def make_request(tokens: Sequence[int] | None = None, name: str = "r", **fields: Any) -> Request:
-    """A request whose block hashes are computed by vLLM's own code, with `BLOCK_TOKENS` tokens per block."""
+    """Makes a request whose block hashes are computed by vLLM's own code, with `BLOCK_TOKENS` tokens per block."""
     extra = fields.pop("extra_args", None)
     ids = None if tokens is None else list(tokens)
     params = SamplingParams(max_tokens=16, extra_args=extra)
@@ -29,12 +29,12 @@ def make_request(tokens: Sequence[int] | None = None, name: str = "r", **fields:
 
 
 def make_pool(blocks: int = 16) -> BlockPool:
-    """vLLM's block pool. Its block 0 is the null block."""
+    """Makes vLLM's block pool. Its block 0 is the null block."""
     return BlockPool(blocks, enable_caching=True, hash_block_size=BLOCK_TOKENS)
 
 
 def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    """A multi-modal input at tokens [offset, offset + length)."""
+    """Makes a multi-modal input at tokens [offset, offset + length)."""
     return MultiModalFeatureSpec(
         data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset, length)
     )
