@@ -39,8 +39,8 @@ BEAT = struct.Struct("<QII")
 """The start of a frame: number of the heartbeat, epoch, number of rows that follow."""
 
 MOST_PLACES = 262_144
-"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader keeps at most this many pages of all
-its peers together.
+"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader's index has room for this many pages
+of all its peers together.
 """
 MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096

@@ -44,11 +44,11 @@ class LaneReport:
     """State of the lane that executes one kind of op.
 
     Attributes:
-        up: False from the time when an op of this kind has made no progress for too long until that op ends.
+        up: False while an op of this kind hangs: from the time when it has made no progress for too long until it ends.
         reason: why the lane is down; empty while it is up.
         open_ops: number of ops that have not ended.
-        held_places: number of queue entries in use, which are those of ops that have not ended or whose results have
-            not been polled.
+        held_places: number of queue entries in use. An op occupies its entry until the op has ended and its result was
+            polled.
         stuck: ops whose bytes may still be moving although the lane is down. Their slots and blocks must not be reused
             before their `OpResult` arrives.
         times_down: how often the lane went down.
@@ -82,14 +82,14 @@ class DataPlane(ABC):
         Args:
             stream: the engine's device stream (see `StreamLike`; 0 is torch's default). None if the engine's pool is
                 plain memory, or if the data plane itself knows the stream. Copies start after all work that is on the
-                stream now. So a store reads what that work writes, and a load does not overwrite what that work still
-                reads.
+                stream at the time of the call. So a store reads the blocks as that work leaves them, and a load does
+                not overwrite blocks that the work still reads.
             gated: whether to copy each layer only after `open_layers` has opened it. This is for stores of blocks that
                 the engine has not written yet. The graph may contain layerwise D2H ops only. The graph keeps its queue
                 entries until all layers were copied or `cancel` has ended the graph.
-            after: a point that an earlier `record` returned; None for none. Copies then start after this point instead
-                of after all work that is on the stream now. Allowed only if no work enqueued since that point writes
-                the graph's blocks and, for a load, none reads them. Ignored for a gated graph.
+            after: a point that an earlier `record` returned; None for none. Copies then wait only for work before this
+                point, not for all work on the stream. Precondition: work that was enqueued since that point does not
+                write the graph's blocks and, if the graph is a load, does not read them. Ignored for a gated graph.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot is not mapped yet. Nothing was queued.
@@ -117,7 +117,7 @@ class DataPlane(ABC):
 
         Returns:
             False if `deadline_s` seconds passed first. Also False, at once, if a GDS_WRITE waits for a running forward
-                pass. In both cases the stores continue, and the stream does not wait for them.
+            pass. If the result is False, the stores continue, and the stream does not wait for them.
 
         Raises:
             ContractError: the ticket was never issued, or the stream is being captured into a CUDA graph.
@@ -131,7 +131,8 @@ class DataPlane(ABC):
         before, and graphs that have ended, are ignored.
 
         Args:
-            stream: the engine's device stream, as for `submit`. The layers are copied after all work that is on it now.
+            stream: the engine's device stream, as for `submit`. The layers are copied after all work that is on the
+                stream at the time of the call.
 
         Raises:
             ContractError: a ticket was never issued, or `stream` is not a stream. No layer was opened.
@@ -147,12 +148,14 @@ class DataPlane(ABC):
     @property
     @abstractmethod
     def event_fd(self) -> int:
-        """A file descriptor for select or poll, readable if and only if results wait. Do not read or close it."""
+        """A file descriptor for `select` or `poll`. It is readable if and only if results wait to be polled. Do not
+        read or close it.
+        """
 
     @abstractmethod
     def wait(self, ticket: Ticket, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until all ops of the graph have ended. Returns False if they have not; the
-        ops then continue. Results stay in the queue for `poll`.
+        """Waits up to `deadline_s` seconds until all ops of the graph have ended. Returns False if an op has not ended;
+        the ops then continue. The ops' results stay in the queue for `poll`.
 
         Raises:
             ContractError: the ticket was never issued.
@@ -164,16 +167,16 @@ class DataPlane(ABC):
     ) -> LayerResult:
         """Waits up to `deadline_s` seconds until layer `layer` of every load in the graph is in place or has failed.
 
-        In a graph without loads to a device, the DISK_READs count as loads: their layer is in place when it is verified
-        in the host slots. All layers of an op that is not layerwise are in place when the op has ended.
+        In a graph without loads to a device, the DISK_READs count as loads: a layer is in place when it has been read
+        into the host slots and verified. All layers of an op that is not layerwise are in place when the op has ended.
 
         With `stream`, the engine's device stream, the call returns when the layer's copies are enqueued. Work that is
-        enqueued on `stream` from then on starts after them. If pages have failed already, the result lists them, and
-        the stream does not wait. Pages that fail later are only in the op's `OpResult`.
+        enqueued on `stream` from then on starts after these copies. If pages have failed already, the result lists
+        them, and the stream does not wait. Pages that fail later are only in the op's `OpResult`.
 
         Raises:
-            ContractError: the ticket was never issued, or its results were polled so many graphs ago that the engine
-                has forgotten it. Or `stream` is not a stream, or is being captured into a CUDA graph.
+            ContractError: the ticket was never issued, or so many graphs were polled after it that the engine has
+                forgotten it. Or `stream` is not a stream, or is being captured into a CUDA graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 
@@ -182,8 +185,8 @@ class DataPlane(ABC):
         """Cancels the graph's pages that no lane has taken yet, and returns their number. The other pages finish, and
         each op has a result as usual.
 
-        If no page of an op was taken, its status is CANCELLED. If some were, it is FAILED, and the result lists the
-        pages that did not arrive. If all pages had already arrived, it is OK.
+        The status of an op is CANCELLED if no lane had taken any of its pages. It is FAILED if some pages were taken
+        and some cancelled; the result lists the pages that did not arrive. It is OK if all pages had already arrived.
         """
 
     @abstractmethod
@@ -192,7 +195,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancels queued pages and waits up to `deadline_s` seconds for those that are moving. Later calls of `submit`
+        """Cancels queued pages and waits up to `deadline_s` seconds for pages that are moving. Later calls of `submit`
         raise ClosedError; `poll` still works.
 
         Returns False if some pages are still moving. The memory that they touch is not freed, and the caller should

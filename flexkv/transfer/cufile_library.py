@@ -19,7 +19,7 @@ class CufileLibrary:
 
     Attributes:
         path: the library's path; empty if it was not found.
-        found: where the library was found: "already loaded", "by the loader" or "in a wheel"; empty if it was not.
+        found: how the library was found: "already loaded", "by the loader" or "in a wheel"; empty if it was not found.
         version: the library's version, such as "1.20"; empty if the library does not report it.
         reason: why the library was not found: the places that were searched, each with its error. Empty if it was
             found.
@@ -72,8 +72,8 @@ def _by_pathfinder() -> tuple[tuple[str, ...], str]:
     """Searches with NVIDIA's package cuda-pathfinder (of the extra `gpu`), which also searches conda and CUDA_HOME.
 
     Returns:
-        The path of the library that it found and loaded, or no path; and its error, which is empty if it found the
-            library or is not installed.
+        The path of the library that cuda-pathfinder found and loaded, or no path; and cuda-pathfinder's error. The
+        error is empty if the library was found or cuda-pathfinder is not installed.
     """
     try:
         pathfinder = import_module("cuda.pathfinder")
@@ -88,8 +88,9 @@ def _by_pathfinder() -> tuple[tuple[str, ...], str]:
 
 
 def _in_site_packages() -> list[str]:
-    """Returns the paths of libcufile in NVIDIA's wheels, which have it in nvidia/cu13/lib, or before CUDA 13 in
-    nvidia/cufile/lib."""
+    """Returns the paths of libcufile in NVIDIA's wheels. The wheels for CUDA 13 have it in nvidia/cu13/lib, older
+    wheels in nvidia/cufile/lib.
+    """
     found = []
     for folder in sys.path:
         found += sorted(str(path) for path in Path(folder or ".").glob(f"nvidia/*/lib/{FILE_NAME}"))

@@ -1,4 +1,6 @@
-"""The transfer engine: a wrapper around the native one that takes transfer graphs and returns each op's `OpResult`."""
+"""The transfer engine: a wrapper around the native transfer engine. It takes transfer graphs and returns each op's
+`OpResult`.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from flexkv.transfer.ways_file import CopyWays
 logger = logging.getLogger(__name__)
 
 NO_DIGEST_AREA = -1
-"""The native engine's digest offset for slots without digests."""
+"""The digest offset that tells the native engine that slots have no digests."""
 
 AT_EXIT_S = 2.0
-"""How many seconds the interpreter's exit waits for copies in flight, for all transfer engines together."""
+"""At exit, the interpreter waits at most this many seconds for the copies in flight of all transfer engines together.
+"""
 
 _still_moving: dict[int, tuple[object, object]] = {}
 """Objects whose memory a transfer engine may still touch because its `close` returned False. If no later `close`
@@ -37,7 +40,7 @@ _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends copies while their memory still exists, because the interpreter's shutdown frees objects in any order."""
+    """Ends copies while their memory still exists. Later, the interpreter's shutdown frees objects in any order."""
     deadline = time.monotonic() + AT_EXIT_S
     for engine in list(_engines):
         engine.close(max(0.0, deadline - time.monotonic()))
@@ -82,16 +85,17 @@ class TransferEngine(DataPlane):
     """A `DataPlane` that runs graphs on the native scheduler and its lanes.
 
     Args:
-        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may wrap another mover.
+        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may wrap another one, for example
+            to inject faults.
         queue_ops: number of queue entries for each kind and priority of op.
         copy_threads: number of threads for host copies. Loads and stores share the threads, and loads come first. The
             threads are started on first use and sleep while idle.
-        op_stuck_s: an op without progress for this many seconds takes its lane down; 0 for never.
+        op_stuck_s: if an op makes no progress for this many seconds, its lane goes down; 0 for never.
         lanes: lanes for further kinds of ops, such as `Volumes.lane`. A lane serves one transfer engine.
         device: the CUDA device on which the engine's pools lie; None for plain memory. The device's lane has its own
             threads.
-        batch_copies: whether the lane may pass batches of copies to the copy engine. Even if True, the lane does so
-            only if a test at start succeeds.
+        batch_copies: whether the lane may pass many copies to the copy engine in one call. The lane also tests at start
+            whether the driver can do this, and does so only if the test succeeds.
         copy_kernel: whether short runs may be copied by a kernel.
         ways: the lengths of runs that the kernel copies; None for the built-in lengths.
         digest_threads: how many threads compute and check the digests of a CUDA device's pages, 1 to 16.
@@ -158,7 +162,7 @@ class TransferEngine(DataPlane):
 
         Raises:
             GeometryError: the stripe does not fit into the slot. Or a block of this view shares bytes with a block of
-                another group's view that has a different number.
+                another group's view, and the two blocks have different numbers.
             ContractError: the group already has a view.
             ClosedError: the transfer engine or the pool was closed.
         """
@@ -291,6 +295,6 @@ class TransferEngine(DataPlane):
         _still_moving[id(self._native)] = (self._native, owners)
 
     def __del__(self) -> None:
-        # If copies of an engine that was not closed are still moving, the memory that they touch is kept, not freed.
+        # If copies of an engine that was not closed are still running, the memory that they touch is kept, not freed.
         if hasattr(self, "_owners") and not self._native.close(0.0):
             self._keep_for_good()

@@ -1,4 +1,4 @@
-"""Makes one rank's lane that copies directly between the engine's pool and the slabs on disk, without host memory."""
+"""Makes a rank's lane for copies between the engine's pool and the slabs on disk that use no page of host memory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def make_gds_lane(
         stripe: index of the stripe that this rank reads and writes; 0 if all ranks share one.
         device: the CUDA device that holds the engine's pool; None for plain memory.
         use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
-        io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
-        views: views of the rank's pool, one per group. The staging buffers for their blocks are then allocated now;
-            without views, the first transfer allocates them.
+        io: the I/O backend. It is used for a pool in plain memory, and for a GPU whose transfers must pass through
+            plain memory.
+        views: views of the rank's pool, one per group. If they are given, this call allocates the staging buffers for
+            their blocks; otherwise the first transfer does.
 
     Raises:
         ConfigError: a slab cannot be opened, or the kernel refuses the backend `io`.
@@ -73,7 +74,8 @@ def make_gds_lane(
                 lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
             ):
                 log.info("slabs of group %d: %s", group, cut)
-        # Logged last, because cuFile shows its route to each slab only when the staging buffers are registered.
+        # This line is logged last, because cuFile shows its route to each slab only after the staging buffers are
+        # registered.
         log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         log_refusal(lane.pool, config)
         opened.pop_all()

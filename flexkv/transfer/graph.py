@@ -1,4 +1,5 @@
-"""Transfer graphs: the only interface between the control plane, which plans them, and the data plane, which runs them.
+"""Transfer graphs: the interface between the control plane and the data plane. The control plane plans graphs, and the
+data plane runs them.
 
 A graph contains the numbers of blocks, slots and disk slots, and the tags of the pages in disk slots. It contains no
 tokens, no policy and no KV bytes. Its arrays are plain NumPy, so a graph is pickled in microseconds and can be sent to
@@ -38,7 +39,9 @@ PageTags = NDArray[np.uint8]
 """Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. The data plane's scheduler does not interpret them."""
 
 ReadIds = NDArray[np.int64]
-"""For each page, the id of the DISK_READ op that fills its slot, shape [pages], int64, C-contiguous; 0 if none does."""
+"""For each page, the id of the DISK_READ op that fills the page's slot; 0 if no op fills it. Shape [pages], int64,
+C-contiguous.
+"""
 
 RunDigests = NDArray[np.uint64]
 """Digests of pages' runs, shape [pages, runs], uint64, C-contiguous."""
@@ -68,13 +71,13 @@ class OpKind(IntEnum):
 
 
 WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
-"""Kinds that touch no host slot. Their ops have one page per disk slot in `places`."""
+"""Kinds of ops that touch no host slot. Their ops have one page per disk slot in `places`."""
 ALWAYS_WHOLE = frozenset({OpKind.GDS_WRITE, OpKind.DISK_SEAL})
-"""Kinds that write complete pages to disk, so they are never layerwise."""
+"""Kinds of ops that write complete pages to disk, so their ops are never layerwise."""
 
 
 class Priority(IntEnum):
-    """The order of ops that wait in one lane: loads run before stores."""
+    """The order in which a lane runs the ops that wait: loads before stores."""
 
     LOAD = 0
     STORE = 1
@@ -86,7 +89,9 @@ class EdgeKind(IntEnum):
     BARRIER = 0
     """The successor starts after every page of the predecessor has arrived."""
     STREAM = 1
-    """Page i of the successor may start after page i of the predecessor has arrived. Both have the same pages."""
+    """Page i of the successor may start after page i of the predecessor has arrived. Both ops have the same number of
+    pages.
+    """
 
 
 class OpStatus(IntEnum):
@@ -100,7 +105,7 @@ class OpStatus(IntEnum):
 
 
 class FailureCause(IntEnum):
-    """Why a page failed. The cause decides whether the page's stored copy is worth reading again.
+    """Why a page failed. The cause decides whether the copy of the page in its tier is forgotten or may be read again.
 
     The codes are the same as in `csrc/base/status.h`.
     """
@@ -159,7 +164,8 @@ class TransferOp:
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Reduces enums and arrays to plain numbers and bytes. By default, pickle writes an enum as a lookup of its
-        # name, and an array as a call that makes it from dtype and shape; both cost more than the pages' numbers.
+        # name, and an array as a call that makes it from dtype and shape. Each of these costs more than the pages'
+        # numbers themselves.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
         if len(self.reads):
@@ -241,8 +247,8 @@ NO_OPS = TransferGraph(())
 
 @dataclass(frozen=True, slots=True)
 class OpResult:
-    """The final result of one op on one rank. There is exactly one, which is made after the op's last byte has stopped
-    moving.
+    """The final result of one op on one rank. Each op has exactly one result per rank. The result is made after the
+    op's last byte has stopped moving.
 
     Attributes:
         status: how the op ended.
@@ -265,8 +271,8 @@ class OpResult:
     loss: PageLoss | None = None
 
     def page_causes(self, pages: int) -> PageCauses:
-        """Returns the `FailureCause` of each of the `pages` pages of an op that did not end OK. Pages that did not fail
-        are UNKNOWN, unless the status determines one cause for all pages.
+        """Returns the `FailureCause` of each of the `pages` pages of an op that did not end OK. If the status
+        determines one cause, all pages have this cause. Otherwise pages that did not fail are UNKNOWN.
 
         Raises:
             ContractError: the number of causes differs from the number of failed pages.

@@ -1,5 +1,5 @@
-"""Host memory for slot images, in consecutive pieces (extents). The memory is private, or shared with the unit's worker
-processes.
+"""Host memory for slot images (the bytes of a page as they lie in a slot), in consecutive pieces (extents). The memory
+is private, or shared with the unit's worker processes.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class PoolDescriptor:
 class HostPool:
     """Host memory for `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
 
-    The memory is mapped in the background, slot by slot from 0. Slots [0, `ready_slots`) can be used. If memory runs
-    short, mapping stops (see `stopped_reason`), and the slots that are ready stay usable.
+    The memory is mapped in the background, slot by slot from 0. The slots in [0, `ready_slots`) can be used. If memory
+    runs short, mapping stops (see `stopped_reason`), and the slots that are ready stay usable.
 
     Args:
         shared: whether other processes can attach to the pool.
         extent_bytes: the size of an extent, at most 1 GiB.
-        huge_pages: `auto` to use huge pages where the kernel has them; `off` for none.
+        huge_pages: `auto` to use huge pages where the kernel provides them; `off` to use none.
         numa_node: the preferred NUMA node for the memory; None leaves the choice to the kernel.
 
     Raises:
         GeometryError: a size is not allowed.
-        CapacityError: the pool and its headroom exceed the memory that is available now according to MemAvailable and
+        CapacityError: the pool and its headroom exceed the memory that is available now, according to MemAvailable and
             the limits of control groups.
         ConfigError: `huge_pages` has an unknown value, or `numa_node` cannot be a NUMA node.
     """
@@ -107,8 +107,8 @@ class HostPool:
 
     @classmethod
     def attach(cls, descriptor: PoolDescriptor) -> HostPool:
-        """Returns the pool that `descriptor` identifies. The process that made the pool gets the same memory, any other
-        process a mapping of it.
+        """Returns the pool that `descriptor` identifies. In the process that made the pool, this is the same memory. In
+        any other process, it is a mapping of that memory.
 
         Raises:
             ClosedError: the pool is gone, because its process ended or closed it; or the pid or fd now belongs to

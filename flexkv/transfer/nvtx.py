@@ -22,8 +22,8 @@ logger = get_logger(__name__)
 OFF, ON = "off", "on"
 ALLOWED = "allowed are off, on, and the path of NVTX's library"
 LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
-"""Names of NVTX's library. The first is that of NVTX 3, which is in the wheel `nvidia-nvtx` that torch's CUDA builds
-depend on. The second is that of CUDA toolkits before 12.9.
+"""Names of NVTX's library. The first name is that of NVTX 3, in the wheel `nvidia-nvtx`, on which torch's CUDA builds
+depend. The second name is that of CUDA toolkits before 12.9.
 """
 
 _library: ctypes.CDLL | None = None

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 
 class SlabRow(NamedTuple):
-    """A slab file that the unit has opened, as a rank's process needs it to open the same file. Sizes are in bytes."""
+    """Describes a slab file that the unit has opened, so that a rank's process can open the same file. Sizes are in
+    bytes.
+    """
 
     path: str
     header_bytes: int
@@ -34,7 +36,7 @@ class SlabGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlabMap:
-    """Where a unit's pages lie on its disks. The unit sends it to the ranks' processes.
+    """The location of a unit's pages on its disks. The unit sends this map to the ranks' processes.
 
     Attributes:
         groups: the page layout of each KV group.

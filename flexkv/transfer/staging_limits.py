@@ -1,4 +1,4 @@
-"""Puts into words for the log which limit determined the number of staging slots."""
+"""Writes for the log which limit determined the number of staging slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flexkv.config.sizes import format_size
 
 def staging_cut(slots: int, slot_bytes: int, max_blocks: int, max_bytes: int) -> str:
     """Returns one line that names the limit that keeps the number of staging slots below `gds.max_staging_blocks`;
-    empty if there are that many.
+    empty if the number is not below it.
 
     Args:
         slots, slot_bytes: number and size of the native core's staging slots; 0 slots if it needs no staging buffer.

@@ -87,8 +87,8 @@ def _address(value: Any, stream: object) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """Returns the value as an integer; None if it is not one. A bool counts as no integer, because a bool passed as a
-    stream is a mistake.
+    """Returns the value as an integer; None if it is not one. A bool does not count as an integer, because a bool
+    passed as a stream is a mistake.
     """
     try:
         return None if isinstance(value, bool) else operator.index(value)

@@ -1,9 +1,10 @@
-"""Reads and writes the file of `transfer.ways_file`, which says up to which length a kernel copies a GPU's runs.
-`flexkv bench transfer --save` measures the lengths and writes the file.
+"""Reads and writes the file of `transfer.ways_file`, a table of run lengths: shorter runs between host memory and a GPU
+are copied by a kernel, longer ones by the copy engine. `flexkv bench transfer --save` measures the lengths and writes
+the file.
 
 A table is valid for one GPU on one PCI Express link, with one driver and one version of flexkv: lengths that were
-measured elsewhere would make copies slower without any sign. An engine has one file for all its GPUs. GPUs to which the
-table does not apply use the built-in lengths, and the log warns of that.
+measured elsewhere could make copies slower, and nothing would show it. An engine has one file for all its GPUs. GPUs to
+which the table does not apply use the built-in lengths, and the log warns of that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from flexkv.observe import get_logger
 
 FORMAT = "flexkv copy ways 1"
 ALL_RUNS = (1 << 63) - 1
-"""The threshold, in bytes, with which the kernel copies runs of every length. A file has "all" instead."""
+"""The threshold, in bytes, with which the kernel copies runs of every length. The file contains "all" instead of this
+number.
+"""
 MOST_BELOW = 1 << 40
 """The largest threshold that a file may have, in bytes. A larger one is a mistake."""
 MOST_FILE_BYTES = 1 << 20
@@ -69,7 +72,7 @@ class WaysKey:
 
 @dataclass(frozen=True, slots=True)
 class CopyWays:
-    """Which runs a kernel copies; the copy engine copies the others.
+    """The thresholds below which a kernel copies runs. The copy engine copies all other runs.
 
     Attributes:
         load_kernel_below: the kernel copies runs to the GPU that have fewer bytes than this.
@@ -80,7 +83,7 @@ class CopyWays:
     store_kernel_below: int
 
     def written(self) -> dict[str, int | str]:
-        """Returns the thresholds in the form in which a file has them."""
+        """Returns the thresholds in the form in which the file contains them."""
         below = {"h2d": self.load_kernel_below, "d2h": self.store_kernel_below}
         return {way: "all" if bytes == ALL_RUNS else bytes for way, bytes in below.items()}
 
@@ -98,8 +101,8 @@ def this_key(device: int) -> WaysKey:
 def pci_link(pci: str, devices: Path = PCI_DEVICES) -> tuple[int, int]:
     """Returns width and generation of a device's PCI Express link, each 0 if the kernel does not report it.
 
-    The generation is the highest that both ends of the link support. The link's current generation would not do,
-    because an idle GPU lowers it.
+    The generation is the highest that both ends of the link support. The link's current generation is not used, because
+    an idle GPU lowers it.
     """
     device = devices / pci.lower()
     width = re.fullmatch(r"(\d{1,3})", _line(device / "current_link_width"))
@@ -134,7 +137,7 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
 
 def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
     """Returns the table of `transfer.ways_file` if it applies to a device. Otherwise returns None, which stands for the
-    built-in lengths; if there is a table, a warning says that it does not apply.
+    built-in lengths. If there is a table that does not apply, a warning says so.
 
     Raises:
         ConfigError: the file has no complete table, or there is no such device.

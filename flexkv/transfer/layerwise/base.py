@@ -1,8 +1,8 @@
 """The contract of the layerwise pipelines: devices, streams, events, and the sources and transforms of rows.
 
 A *row* is one token's K (or V) of one layer, shape [heads, head_width]. A *plane* is K or V. An *array* is a NumPy
-array on the host device, and the device's own tensor type elsewhere. The pipelines do nothing with arrays but index
-them, with int64 arrays and slices.
+array on the host device, and the device's own tensor type elsewhere. The pipelines only index arrays, with int64 arrays
+and slices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RowNumbers: TypeAlias = NDArray[np.int64]
 """One number per row: a token's position, a row number or a slot. int64, shape [rows]."""
 
 PREFETCH_LAYERS = 2
-"""By default, how many layers a pipeline holds at the same time, each in its own buffer."""
+"""The default number of layers that a pipeline holds at the same time, each in its own buffer."""
 
 
 class LostRows(TransferError):
@@ -57,14 +57,17 @@ class LayerTransform(Protocol):
         """Changes `keys`, shape [rows, heads, head_width], in the pool's dtype. Values are never passed.
 
         The pipeline calls this once per layer, in ascending order, as work of the compute stream. On the host device
-        the call runs in that stream's thread. On a GPU that stream is current, and the call enqueues its work and
-        returns. Rows that no chunk covers contain old data; if they will be written to paged memory (`takes_gaps`), the
-        pipeline zeros them afterwards. If the call raises, the pipeline ends, and all chunks fail.
+        the call runs in that stream's thread. On a GPU the compute stream is the current stream, and the call enqueues
+        its work and returns. Rows that no chunk covers contain old data. If these rows will be written to paged memory
+        (`takes_gaps`), the pipeline zeros them after the call. If the call raises, the pipeline ends, and all chunks
+        fail.
         """
 
 
 class LayerScatter(Protocol):
-    """Writes one layer to paged memory in place of the pipeline, usually to rotate keys in the same pass."""
+    """Writes one layer to paged memory, which otherwise the pipeline does itself. Usually it rotates keys in the same
+    pass.
+    """
 
     def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
         """Writes `rows`, shape [planes, rows, heads, head_width], to their slots. Writes zeros for the rows in `gaps`.
@@ -112,8 +115,8 @@ class Event(ABC):
     @property
     @abstractmethod
     def error(self) -> str:
-        """The first failure of work before the event, in the event's stream or in a stream for which that one waited;
-        empty if there was none.
+        """The first failure of work before the event, in the event's stream or in another stream for which the event's
+        stream waited. Empty if nothing failed.
 
         Call order:
             After `wait` has returned True.
@@ -125,8 +128,8 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
-        """Queues `work`. The work is skipped if earlier work has failed in this stream or in a stream for which this
-        one waited.
+        """Queues `work`. The work is skipped if earlier work has failed in this stream, or in another stream for which
+        this stream waited.
 
         Args:
             stage: the pipeline's stage, for traces and errors: "load", "transform", "scatter", "gather" or "store".
@@ -139,7 +142,7 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """Returns an event that is reached after all work queued so far."""
+        """Returns an event that is reached when all work queued so far has ended."""
 
 
 class LayerDevice(ABC):
@@ -171,8 +174,9 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def caller_event(self) -> Event | None:
-        """Returns an event that is reached after the work that the caller has enqueued on its own stream so far.
-        Returns None if the device has no streams, so that the caller's work is already done."""
+        """Returns an event that is reached when the work that the caller has enqueued on its own stream so far has
+        ended. Returns None if the device has no streams, so that the caller's work is already done.
+        """
 
     @abstractmethod
     def caller_waits(self, event: Event, deadline_s: float) -> bool:

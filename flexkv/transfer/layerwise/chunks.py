@@ -69,5 +69,5 @@ class ChunkSet:
         return slice(chunk.start - self.first, chunk.end - self.first)
 
     def positions(self) -> RowPositions:
-        """Returns for every row the position at which it was computed and the one at which it will be used."""
+        """Returns for every row the position at which it was computed, and the position at which it will be used."""
         return RowPositions(self._old, np.arange(self.first, self.first + self.rows, dtype=np.int64))

@@ -73,15 +73,15 @@ class HostStream(Stream):
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def _await(self, event: Event) -> None:
-        # Needs no deadline. The event is reached after the work before it, and a caller that waits for this stream
-        # has its own deadline.
+        # Needs no deadline. The event is reached when the work queued before it has ended, and a caller that waits for
+        # this stream has its own deadline.
         event.wait(threading.TIMEOUT_MAX)
         self._error = self._error or event.error
 
 
 class HostDevice(LayerDevice):
-    """The host device. All streams of one name share a thread, `flexkv-<name>`, which the first of them starts and
-    `close` ends.
+    """The host device. All streams with the same name share a thread, `flexkv-<name>`. The first of these streams
+    starts the thread, and `close` ends it.
 
     Args:
         one_thread: whether the streams of all names share one thread, which executes their work in the order in which

@@ -30,19 +30,20 @@ class LoadPipeline(Pipeline):
     The caller drives the generator `run()`: one `next`, then per layer one `send` with a row source for each chunk, and
     a final `next`, which yields the `PipelineReport`. There are two steps more than layers. Step i starts the load of
     layer i, transforms layer i-1 and scatters layer i-2. After the `send` for layer i has returned, `get_kv` returns
-    layer i, and the caller may no longer change layer i-1, which is being written to paged memory. The schedule is that
-    of CacheBlend (LMCache's `batched_to_gpu`), but here the stages wait for each other's events, and never for the
-    complete device:
+    layer i, and the caller may no longer change layer i-1, which is being written to paged memory. The schedule is the
+    same as in CacheBlend (LMCache's `batched_to_gpu`). But these stages wait only for each other's events, never for
+    all work on the device:
 
         load(i) -> transform(i) -> scatter(i) -> load(i + buffers), which uses the same buffer
         the caller's work on its own stream before a step -> scatter of that step
 
     `prefetch` starts layers ahead of their steps, as many as there are free buffers.
 
-    All rows from the first chunk to the last are written. Rows in gaps are zeros, unless the caller edits them. If a
-    source raises `LostRows`, only its chunk fails, and from that layer on the chunk's rows are treated as gaps. Any
-    other failure ends the pipeline: later stages are skipped, and all chunks fail. If the generator is closed early,
-    the close waits for work that has begun; with `CallerLayers` on a GPU, the caller's stream waits instead.
+    All rows from the start of the first chunk to the end of the last are written. Rows in gaps are zeros, unless the
+    caller edits them. If a source raises `LostRows`, only its chunk fails, and from that layer on the chunk's rows are
+    treated as gaps. Any other failure ends the pipeline: later stages are skipped, and all chunks fail. If the
+    generator is closed early, the close waits for work that has begun; with `CallerLayers` on a GPU, the caller's
+    stream waits instead.
 
     With `scatter`, keys are changed in the pass that writes them to paged memory. `get_kv` is not available then: the
     caller reads and edits a layer in paged memory, after `wait_scattered`.
@@ -53,12 +54,12 @@ class LoadPipeline(Pipeline):
 
     Args:
         transform: changes the keys of each layer; None leaves them as they are.
-        deadline_s: the longest wait of `get_kv`, of `wait_scattered`, for the report, and of an early close, in
-            seconds.
+        deadline_s: the longest time in seconds that `get_kv`, `wait_scattered`, the step that yields the report, or an
+            early close waits.
         prefetch_layers: how many layers the pipeline holds at the same time, each in its own buffer, including the
             current layer; 2 to 16.
-        scatter: writes each layer to paged memory in place of the pipeline; None for the pipeline's own scatter. Not
-            allowed together with `transform`.
+        scatter: function that writes each layer to paged memory; None to let the pipeline write it. Not allowed
+            together with `transform`.
 
     Raises:
         ContractError, BlockRangeError: see `Pipeline`. ContractError also if both `transform` and `scatter` are given.
@@ -88,7 +89,7 @@ class LoadPipeline(Pipeline):
         self._current: int | None = None
         self._gaps: dict[int, Array] = {}
         self._gaps_of_lost = 0, device.index(chunks.gaps)
-        """The number of failed chunks, and the numbers of all rows that are in gaps or in these chunks."""
+        """The number of failed chunks, and the numbers of all rows that are in gaps or in failed chunks."""
         self._positions = chunks.positions()
 
     # --- the generator ---
@@ -125,8 +126,8 @@ class LoadPipeline(Pipeline):
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:
         """Begins to load and transform the next layers, as many as there are free buffers.
 
-        The current layer stays the one that `get_kv` returns. The caller later sends an empty sequence in the step of a
-        layer that was begun here.
+        This does not change the current layer, which `get_kv` returns. In the step of a layer that this call has begun,
+        the caller later sends an empty sequence.
 
         Call order:
             Between two steps.
@@ -183,7 +184,7 @@ class LoadPipeline(Pipeline):
     def _end_early(self) -> None:
         """Waits until all work that was begun has ended. With `CallerLayers`, only the caller's next work waits.
 
-        With `CallerLayers` on a GPU, the caller's stream waits and the host continues. The host must not wait, because
+        With `CallerLayers` on a GPU, the caller's stream waits, and the host continues. The host must not wait, because
         the last stages may wait for the caller's own work on the GPU, whose duration is not bounded. The caller may
         reuse the buffers for later work on its stream, because that runs after all work that was begun.
         """
@@ -211,8 +212,9 @@ class LoadPipeline(Pipeline):
             )
 
     def _buffer_is_leaving(self, layer: int) -> bool:
-        """Whether the load of `layer` may be queued: its buffer is free, or the scatter of the buffer's previous layer
-        was queued, for which the load then waits."""
+        """Whether the load of `layer` may be queued. It may if its buffer was not used before, or if the scatter of the
+        previous layer in that buffer was queued; the load then waits for that scatter.
+        """
         return layer < self.prefetch_layers or layer - self.prefetch_layers in self._scattered
 
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
@@ -225,7 +227,7 @@ class LoadPipeline(Pipeline):
         self._loaded[layer] = self._load.record()
 
     def _after_scatter(self, layer: int) -> None:
-        """Makes the next load wait until `layer`, the previous layer in its buffer, has been scattered."""
+        """Makes the next load wait until layer `layer`, which was in the same buffer before, has been scattered."""
         self._load.wait(self._scattered[layer])
 
     def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:

@@ -81,9 +81,9 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True)
 class CallerLayers:
-    """Stands in for paged memory if the caller itself copies each layer from the load's buffers
-    (`LoadPipeline.get_kv`), because only the caller knows the order of its memory. The slot of a row is the row's
-    number. When the caller takes the next step, it has finished with the layer.
+    """Takes the place of `PagedLayers` if only the caller knows the layout of its memory. The caller then copies each
+    layer from the load's buffers itself (`LoadPipeline.get_kv`), before it takes the next step. The slot of a row is
+    the row's number.
 
     Attributes:
         num_layers, planes, heads, head_width: the geometry of the layers.
@@ -108,8 +108,8 @@ class CallerLayers:
 
 
 def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:
-    """Returns views of both arrays in which each row is a single item, if both are NumPy arrays with contiguous rows.
-    Otherwise returns the arrays.
+    """If both arrays are NumPy arrays with contiguous rows, returns views of them in which each row is a single item.
+    Otherwise returns the arrays unchanged.
 
     NumPy copies an item with one memcpy, which is three times as fast as copying [heads, head_width] elements.
     """

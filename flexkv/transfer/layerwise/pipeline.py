@@ -46,10 +46,11 @@ class Pipeline(ABC):
         slots: the slot in paged memory of every row, including rows in gaps; int64 [rows], without duplicates.
         buffers: number of buffers. Layer n uses buffer n mod `buffers`, so that with two buffers one is filled while
             the other is emptied.
-        deadline_s: the longest that a call makes its caller wait, in seconds.
+        deadline_s: the longest time in seconds that a call makes its caller wait.
 
     Attributes:
-        deadline_s: the longest that a call makes its caller wait, in seconds; a caller may change it between two calls.
+        deadline_s: the longest time in seconds that a call makes its caller wait. A caller may change it between two
+            calls.
 
     Raises:
         ContractError: the numbers of slots and rows differ, a slot appears twice, or `buffers` is not allowed.
@@ -102,7 +103,9 @@ class Pipeline(ABC):
         return self._buffers[layer % len(self._buffers)]
 
     def quiet(self, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until all work that was begun has ended. Returns False if some has not."""
+        """Waits up to `deadline_s` seconds until all work that was begun has ended. Returns False if some work has not
+        ended.
+        """
         ends_s = time.monotonic() + deadline_s
         return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in self._events())
 
@@ -137,13 +140,13 @@ class Pipeline(ABC):
             raise PipelineError(f"a pipeline that was closed still moves bytes after {self.deadline_s:g} s")
 
     def _report(self, last: Event) -> PipelineReport:
-        """Waits for all work, and makes the report. `last` is the event after all other work, so that its error covers
-        every failure but those of single chunks.
+        """Waits for all work, and makes the report. `last` is the event that follows all other work. Its error covers
+        every failure except those of single chunks.
         """
         quiet = self.quiet(self.deadline_s)
         error = last.error if quiet else f"did not end within {self.deadline_s:g} s"
         failed = dict(self._failed)
         if error:
-            # Makes a new dict, because stages that are still running use `_failed`.
+            # A new dict is made, because stages that are still running may change `_failed`.
             failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
         return PipelineReport(failed, quiet)

@@ -8,7 +8,7 @@ from flexkv.transfer.layerwise.base import Array, LostRows
 
 
 class PageRows:
-    """The source or target of a chunk whose rows lie in consecutive pages; only the start of the last page may be used.
+    """The source or target of a chunk whose rows lie in consecutive pages; the chunk may end within the last page.
 
     Args:
         pages: for each page its planes, each of shape [block_tokens, heads, head_width] with any strides. A page may

@@ -18,7 +18,8 @@ from flexkv.transfer.layerwise.rows import PageRows
 
 @dataclass(frozen=True, slots=True)
 class PageInterior:
-    """Where the rows of one block lie in a host slot. Not available for pages whose order only the engine knows.
+    """The location of one block's rows in a host slot. It is not available for pages whose byte order only the engine
+    knows.
 
     Attributes:
         offsets: for each layer and each of its planes, K first, the offset of the plane's first row from the slot's

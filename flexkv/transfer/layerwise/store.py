@@ -13,9 +13,10 @@ from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 class StorePipeline(Pipeline):
     """Copies the layers of some chunks out of paged memory, in two stages: gather and store.
 
-    The caller drives the generator `run()`: one `next`; per layer one `send` with a row target for each chunk, after
-    the layer's rows were computed or, on a GPU, enqueued; and a final `next`, which waits for the last layer and yields
-    the `PipelineReport`. No `send` waits. The stages wait for each other in this order:
+    The caller drives the generator `run()`: one `next`, then per layer one `send` with a row target for each chunk, and
+    a final `next`. Each `send` must come after the layer's rows were computed or, on a GPU, after their computation was
+    enqueued. The final `next` waits for the last layer and yields the `PipelineReport`. No `send` waits. The stages
+    wait for each other in this order:
 
         the caller's work on its own stream before a send -> gather(i) -> store(i) -> gather(i+2), in the same buffer
 

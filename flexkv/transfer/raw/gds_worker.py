@@ -26,7 +26,7 @@ from flexkv.transfer.stream import StreamLike, stream_address
 Ids = Sequence[int] | NDArray[np.int64]
 
 TENSORRT_LLM = 1
-"""The `RawPool.gpu_block_type` of pools in which all layers of a block are adjacent."""
+"""The value of `RawPool.gpu_block_type` for pools in which all layers of a block are adjacent."""
 
 SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
 """Two block numbers whose alignment shows how all blocks of a pool are aligned, and so whether the pool needs staging
@@ -35,7 +35,7 @@ buffers."""
 
 @dataclass(frozen=True, slots=True)
 class RawPool:
-    """Where the blocks of one rank's pool lie in memory, as addresses and strides in bytes.
+    """The location of the blocks of one rank's pool in memory, as addresses and strides in bytes.
 
     Attributes:
         gpu_block_type: the engine's order of a block's bytes: 0 for vLLM, 1 for TensorRT-LLM, 2 for SGLang.
@@ -60,14 +60,14 @@ class RawPool:
 
 @dataclass(frozen=True, slots=True)
 class RawFileLayout:
-    """Where the blocks lie in raw files (docs/gds.md); sizes and strides are in bytes.
+    """The location of blocks in raw files (docs/gds.md). Sizes and strides are in bytes.
 
     Attributes:
         total_layers: number of layers in a block.
         chunk: how many bytes this rank copies of K or V of one layer of one block.
         layer_stride, kv_stride, block_stride: bytes from one layer, K or V, or block to the next.
         blocks_per_file: number of blocks in each file.
-        copy_offset: where this rank's bytes begin in a chunk that several ranks share.
+        copy_offset: offset of this rank's bytes in a chunk that several ranks share.
     """
 
     total_layers: int
@@ -96,11 +96,11 @@ class GDSTransferWorker:
         ssd_files: the paths of each disk's files, by the disk's number.
         config: the settings; None to read them from FLEXKV_CONFIG's file and the environment variables FLEXKV_GDS_* and
             FLEXKV_DISK_IO, which override the file.
-        round_robin: how many consecutive blocks go to one disk before the next disk follows.
+        round_robin: how many consecutive blocks are on one disk before the next block is on the next disk.
         use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
         engine_stream: the engine's device stream; transfers start after the work enqueued on it.
-        io: the I/O backend for a pool in plain memory, and for a GPU that can only be reached through plain memory.
-            None means the setting `disk.io` if `config` is None, and "auto" otherwise.
+        io: the I/O backend. It is used for a pool in plain memory, and for a GPU whose transfers must pass through
+            plain memory. None means the setting `disk.io` if `config` is None, and "auto" otherwise.
 
     Raises:
         ContractError: `engine_stream` is not a stream.
@@ -150,7 +150,8 @@ class GDSTransferWorker:
         )
         self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
-        # Logged last, because cuFile shows its route to each file only when the staging buffers are registered.
+        # This line is logged last, because cuFile shows its route to each file only after the staging buffers are
+        # registered.
         way = "staged" if self.use_staged_transfer else "a call a run"
         self._log.info("%s; %s", self.manager.describe(), way)
         log_refusal(self.manager.pool, gds)
@@ -162,7 +163,7 @@ class GDSTransferWorker:
             layers: numbers of the layers to copy; None for all.
 
         Raises:
-            TransferError: some blocks did not arrive; the message lists them. The other blocks did.
+            TransferError: some blocks did not arrive; the message lists them. All other blocks arrived.
             GeometryError, BlockRangeError, CapacityError, ClosedError: see `c_ext.transfer_kv_blocks_gds_staged`.
         """
         self._move(gpu_blocks, ssd_blocks, layers, is_read=True)
@@ -239,7 +240,7 @@ class GDSTransferWorker:
         )
 
     def close(self) -> None:
-        """Cancels pages that were not begun, waits for the others, and closes the files. Idempotent."""
+        """Cancels copies that have not begun, waits for the copies in flight, and closes the files. Idempotent."""
         self.manager.close()
 
 
