@@ -55,7 +55,7 @@ class AttachedView {
   int64_t stripe_offset_;
   int64_t digest_offset_;
   std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, and so on
-  std::vector<size_t> layer_begin_;  // index in by_layer_ of each layer's first segment, then its size()
+  std::vector<size_t> layer_begin_;  // per layer: index of its first segment in by_layer_; then the size
   std::vector<int64_t> layer_bytes_;
   std::vector<int32_t> ranges_;
   std::vector<std::vector<Segment>> by_range_;  // segments of each range; empty if there is only one range

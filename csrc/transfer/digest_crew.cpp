@@ -88,7 +88,7 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // This error is ignored. The threads that have started help; if there are none, the caller works alone.
+    // The error is ignored. Threads that have started still help; without any, the caller works alone.
   }
 }
 

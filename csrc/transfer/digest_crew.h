@@ -9,13 +9,14 @@
 
 namespace flexkv {
 
-// Unit: threads. The limit, and the default. A job usually has at most 32 shares, so with more threads than
-// the limit each would get fewer than two.
+// Unit: threads. The largest and the default value of DigestCrew's `threads`. A job usually has at most 32
+// shares, so each of more than 16 threads would get fewer than two shares.
 inline constexpr int32_t kMostDigestThreads = 16;
 inline constexpr int32_t kUsualDigestThreads = 4;
 
-// The calling thread computes digests, too. If the crew's threads are busy or could not be started, it does
-// more of the work itself. The threads are started by the first call that has enough work for two threads.
+// The calling thread computes digests, too. If the crew's threads are busy or could not be started, the
+// calling thread does more of the work itself. The threads are started by the first call that has enough work
+// for two threads.
 class DigestCrew {
  public:
   using OnShare = std::function<void(DigestWork)>;

@@ -29,7 +29,8 @@ class DigestJob {
   // Does the work of one share. Several threads may call this at once, each with a different share.
   void digest(size_t share) noexcept;
   // Finishes the job after all shares. For a check, writes the result of check_digests() for each slot to
-  // `results`. For a write, writes the digests of long runs; `results` must be empty.
+  // `results`. For a write, writes the digests of long runs, whose parts were in several portions; `results`
+  // must be empty.
   void finish(std::span<MoveResult> results) const;
 
  private:

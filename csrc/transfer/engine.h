@@ -23,17 +23,17 @@ namespace flexkv {
 struct EngineOptions {
   int32_t queue_ops = 1024;  // queue entries per (kind, priority); an op has one until its result is polled
   int32_t copy_threads = 1;  // number of threads for host copies, shared by both directions
-  double op_stuck_s = 30.0;  // a work item without progress for this long takes its lane down; <= 0: never
+  double op_stuck_s = 30.0;  // a work item is stuck after this long without progress; <= 0: never
 };
 
 // All methods may be called from any thread of the process that made the engine. A forked child does not have
-// the engine's threads, so the methods throw ClosedError there. Exceptions are released_views(), close() and
-// the destructor, which do nothing in a forked child.
+// the engine's threads, so the methods throw ClosedError there. But released_views(), close() and the
+// destructor throw nothing and do nothing in a forked child.
 class TransferEngine {
  public:
-  // Makes an engine with the given lanes. It also gets a lane for host copies through `mover`, unless one of
-  // `lanes` copies to a device. Throws ConfigError if an option is out of range, and ContractError if two
-  // lanes serve the same kind of op or a lane belongs to another engine.
+  // Makes an engine with the given lanes and a lane for host copies, which uses `mover`. The lane for host
+  // copies is left out if one of `lanes` copies on streams. Throws ConfigError if an option is out of range,
+  // and ContractError if two lanes serve the same kind of op or a lane belongs to another engine.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
   // Closes the engine and waits a short time. Threads that are still moving bytes then continue without the
@@ -42,12 +42,12 @@ class TransferEngine {
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // Attaches `view` to `group`. From now on ops of this group move blocks of the view to and from the stripe
+  // Attaches `view` to `group`. From then on, ops of this group move blocks between the view and the stripe
   // at `stripe_offset` in the slots of `pool`. The stripe's run digests are at `digest_offset`; kNoDigests
   // means that there are none. Throws GeometryError if the stripe or its digests do not fit in a slot. Also
-  // throws GeometryError if the view shares bytes with another group's view, unless only blocks of the same
-  // number share bytes, as in hybrid models. Throws ContractError if the group already has a view, and
-  // ClosedError if the pool is closed.
+  // throws GeometryError if a block of the view shares bytes with a block of a different number in another
+  // group's view. Blocks of the same number may share bytes, as in hybrid models. Throws ContractError if the
+  // group already has a view, and ClosedError if the pool is closed.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
   // Detaches the group's view, which ops in flight continue to use. Returns a number for the detached view,
@@ -60,11 +60,12 @@ class TransferEngine {
   // Queues the complete graph and returns its ticket. If a queue is full (BUSY), queues no op of the graph
   // and returns nullopt. Never blocks. `stream`: the inference engine's stream, required for lanes with
   // streams and refused for lanes without. Copies start after the work enqueued on `stream` so far. The
-  // copies of a gated graph instead start after the work that open_layers() finds on its stream.
+  // copies of a gated graph start after the work that is enqueued on the stream of open_layers() when that is
+  // called.
   //
   // Throws before anything is queued: BlockRangeError for an invalid block, slot or place; ContractError for
-  // an invalid group, kind, edge, length or stream, or a target that occurs twice in one op; ClosedError if
-  // the engine or a host pool is closed.
+  // an invalid group, kind, edge, length or stream, or a target (the block, slot or place to be written) that
+  // occurs twice in one op; ClosedError if the engine or a host pool is closed.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   // poll(), event_fd(), wait(), wait_layer(), cancel() and lanes() do what the Scheduler's methods of the
   // same names do.
@@ -80,15 +81,16 @@ class TransferEngine {
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   struct Ordered {
     bool in_time = false;
-    // Whether the reads wait behind a forward pass that still runs, so that calling again is pointless until
-    // the inference engine's stream has made progress. Always false with a deadline of 0. May be true even if
-    // `in_time` is.
+    // Whether the stores' reads wait behind a forward pass that still runs. If so, calling again is pointless
+    // until the inference engine's stream has made progress. Always false with a deadline of 0. May be true
+    // even if `in_time` is true.
     bool behind_forward = false;
     explicit operator bool() const { return in_time; }
   };
-  // Makes work that is enqueued on `stream` from now on start after the graph's stores have read the
-  // inference engine's blocks. Returns when these reads are enqueued, which may be before they have finished.
-  // Without a stream, for lanes that have none, it returns when the reads have finished.
+  // Makes `stream` wait for the graph's stores: work that is enqueued on it after this call starts after the
+  // stores have read the inference engine's blocks. Returns when these reads are enqueued, which may be
+  // before they have finished. For lanes without streams, callers give no `stream`, and this returns when the
+  // reads have finished.
   //
   // `in_time` is false if the deadline passed; `stream` then does not wait. It is false at once if a store to
   // disk waits behind a forward pass that still runs, because the disk's reads cannot be enqueued on a

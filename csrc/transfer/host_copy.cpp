@@ -14,11 +14,12 @@ namespace {
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at a line.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. stream_pair() copies this many bytes of one run, then of the other: eight vector registers.
+// Unit: bytes. stream_pair() copies this many bytes (eight vector registers) of one run, then as many of the
+// other run.
 constexpr size_t kStepBytes = 256;
-// Unit: bytes. How far ahead of the copy to prefetch. This was the best distance of 256 to 4,096 on a Zen 3
-// core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB memory pages,
-// where the hardware prefetcher does not yet know the access pattern.
+// Unit: bytes. How far ahead of the copy to prefetch. Among the distances from 256 to 4,096, this was the
+// best on a Zen 3 core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB
+// memory pages, where the hardware prefetcher does not yet know the access pattern.
 constexpr size_t kPrefetchBytes = 512;
 
 // The remainder of a run that is being copied. `next`: the run that will be read after it; may be null.

@@ -21,8 +21,8 @@ void gather(const KvView& view, int64_t block, std::byte* dst_stripe);
 void scatter(const KvView& view, int64_t block, const std::byte* src_stripe);
 
 // gather() and scatter() for some segments of a view, such as those of view.segments_of_layers(lo, hi). (That
-// call allocates memory, so callers should keep its result.) The argument for the stripe is still the
-// complete stripe. Both throw BlockRangeError if the view has no such block.
+// call allocates memory, so callers should keep its result.) `dst_stripe` and `src_stripe` still point to the
+// complete stripe. Both functions throw BlockRangeError if the view has no such block.
 void gather_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                    std::byte* dst_stripe);
 void scatter_layers(const KvView& view, std::span<const Segment> segments, int64_t block,

@@ -25,9 +25,9 @@
 
 namespace flexkv {
 
-// Unit: bytes. How much of the available memory a pool leaves free, at creation and during bring-up.
-// Meanwhile the inference engine starts and needs memory (page tables, CUDA contexts, file cache), and the
-// cache must not cause the OOM killer to end it.
+// Unit: bytes. How much of the available memory a pool leaves free, at creation and during bring-up. The
+// inference engine starts at the same time and needs memory (page tables, CUDA contexts, file cache). The
+// pool must not take so much that the OOM killer ends the inference engine.
 inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 
 struct PoolOptions {
@@ -119,7 +119,7 @@ class HostPool {
   }
 
   // For each slot, the last read from disk into it and the read's progress. All processes that map the pool
-  // share this.
+  // share these records.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
@@ -151,7 +151,8 @@ class HostPool {
   }
 
   bool forked() const;
-  // Throws ClosedError in a forked child, where threads of the parent may have left locks held forever.
+  // Throws ClosedError in a forked child. A lock that a thread of the parent held during the fork is never
+  // released there.
   void require_home(const char* what) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 
@@ -165,7 +166,7 @@ class HostPool {
   const std::function<MemoryLimit()> memory_;
   ProcessWatch creator_;
   std::unique_ptr<PoolHeader> own_header_;              // the header of a private pool; null if shared
-  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // the arrivals of a private pool; null if shared
+  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // slot arrivals of a private pool; null if shared
   PoolHeader* header_ = nullptr;
   SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;

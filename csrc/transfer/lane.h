@@ -2,8 +2,8 @@
 //
 // Lanes take their work from the scheduler. A lane whose own threads copy bytes blocks in take(). A lane with
 // an asynchronous device (a GPU stream, an io_uring) keeps several work items in flight with try_take(), and
-// the scheduler calls its wake(). The scheduler alone handles priority, preemption, cancellation and
-// deadlines, for all lanes.
+// the scheduler calls the lane's wake() when there may be more work. The scheduler alone handles priority,
+// preemption, cancellation and deadlines, for all lanes.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -34,16 +34,16 @@ class WorkSource {
   // item even if it has its maximum of work in flight, because the work in flight may be waiting for the
   // inference engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
-  // For a lane that takes all stages: adds to an item the later stages that have been opened, or have arrived
-  // in their slots, since the item was taken. Without this call, these stages would become ready only after
-  // the item's copies have finished, which may have to wait for the inference engine. Returns whether
-  // last_stage() has grown. Only one thread of the lane may call this, while some page of the item is
-  // unfinished.
+  // For a lane that takes all stages: adds later stages to an item, if they were opened or arrived in their
+  // slots after the lane took the item. Without this call, these stages would become ready only after the
+  // item's copies have finished, which may have to wait for the inference engine. Returns whether
+  // last_stage() has grown. Preconditions: only one thread of the lane makes this call, and some page of the
+  // item is unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The lane calls this when the copies of the item's stages up to `stage` are enqueued on a stream for all
   // unfinished pages. `events` are points after consecutive stages, in order. The last event is after
-  // `stage`. The first event also stands for all stages before its own. For a cancelled store, `stage` may
-  // include stages that will never be enqueued. The call is optional, and must come before finish().
+  // `stage`. The first event also stands for all earlier stages. For a cancelled store, `stage` may include
+  // stages that will never be enqueued. The call is optional, and must come before finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                       std::span<const std::shared_ptr<StreamEvent>> events) = 0;
   // The lane calls this when the copies of the item's stages up to `stage` have finished for all unfinished
@@ -62,8 +62,8 @@ class WorkSource {
 class Lane {
  public:
   virtual ~Lane() = default;
-  // Binds the lane to a transfer engine, because its threads take work from that engine only. Returns false
-  // if the lane already has an engine.
+  // Reserves the lane for the transfer engine that calls this, because a lane's threads take work from one
+  // engine only. Returns false if the lane is already reserved.
   bool claim() { return !claimed_.exchange(true); }
   // Undoes claim() for an engine whose construction failed.
   void unclaim() { claimed_ = false; }
@@ -81,9 +81,10 @@ class Lane {
   // Whether the lane's kinds are independent, so that items of one kind do not wait for more urgent items of
   // another kind.
   virtual bool kinds_are_apart() const { return false; }
-  // Checks an op of a kind that has places or no device side. Returns the size of its pages, which counts if
-  // the op has no view, and the stages of a layerwise op. Throws the exceptions of TransferEngine::submit if
-  // the lane cannot run the op, or if its group or one of its slots or places does not exist.
+  // Checks an op of a kind that has places or no device side. Returns the size of the op's pages, which is
+  // used only if the op has no view, and the stages of a layerwise op. Throws the exceptions of
+  // TransferEngine::submit if the lane cannot run the op, or if its group or one of its slots or places does
+  // not exist.
   virtual PageSizes check(const OpSpec& op) const;
   // Whether the lane itself detects work items that hang. If so, the transfer engine's watchdog only reports
   // stuck items and does not take the lane down.
@@ -94,14 +95,14 @@ class Lane {
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
   // The scheduler calls this when there may be a work item of this kind for try_take() or
   // try_take_expedited(), or when an item in flight may be extended or was cancelled. The scheduler holds its
-  // lock meanwhile, so this function must only signal a thread.
+  // lock during the call, so this function must only signal a thread.
   virtual void wake(OpKind) {}
   // The scheduler calls this when a page of a kDiskRead has finished, even if no lane took the page. The
-  // scheduler holds its lock meanwhile, so this function must not block.
+  // scheduler holds its lock during the call, so this function must not block.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
   // The scheduler calls this when layers [0, layers) of a page of a layerwise kDiskRead are in place and
-  // verified, and more layers will follow. The scheduler holds its lock meanwhile, so this function must not
-  // block.
+  // verified, and more layers will follow. The scheduler holds its lock during the call, so this function
+  // must not block.
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
   // Whether the lane copies on streams, so that submit() needs the inference engine's stream for its ops.
   // record() and make_wait() are called only if this is true.
@@ -109,9 +110,9 @@ class Lane {
   // Returns a point after all work enqueued on `stream` so far. Throws CapacityError if the driver cannot
   // record it, and ContractError while the stream is being captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // Makes work that is enqueued on `stream` from now on start after `event`. Returns an empty string on
-  // success, otherwise an error; the caller may then wait on the host instead. Throws ContractError as
-  // record() does.
+  // Makes `stream` wait for `event`: work that is enqueued on it after this call starts after `event`.
+  // Returns an empty string on success, otherwise an error; the caller may then wait on the host instead.
+  // Throws ContractError while the stream is being captured into a graph.
   virtual std::string make_wait(StreamEvent&, StreamId) { return {}; }
   // Joins the threads. Precondition: the transfer engine is closing, and no work item is in flight.
   virtual void join() = 0;

@@ -10,7 +10,8 @@
 namespace flexkv {
 namespace {
 
-// Returns the number after `name`, unconverted, in a line such as "Name: 123 kB" or "name 123".
+// Returns the number after `name`, without converting its unit, in a line such as "Name: 123 kB" or "name
+// 123".
 std::optional<int64_t> field(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   std::string line;

@@ -1,5 +1,5 @@
-// How much memory this process may still allocate. A large allocation must be checked against it, because the
-// OOM killer could otherwise end the process, and the inference engine with it.
+// Finds out how much memory this process may still allocate. Large allocations must be checked against this
+// limit, because otherwise the OOM killer could end the process, and the inference engine with it.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -12,8 +12,8 @@ struct MemoryLimit {
 };
 
 // Returns the minimum of MemAvailable and of the memory left in each control group (v1 or v2) that contains
-// this process. The inactive page cache of a group counts as free. Tests set the two roots. Throws
-// ContractError if `proc_root`/meminfo cannot be read.
+// this process. The inactive page cache of a group counts as free. Tests set the two roots to folders of
+// their own. Throws ContractError if `proc_root`/meminfo cannot be read.
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 

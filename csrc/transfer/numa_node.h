@@ -7,7 +7,7 @@
 namespace flexkv {
 
 inline constexpr int32_t kAnyNode = -1;
-// Unit: nodes. How many nodes fit into a mask of one word. More are not supported.
+// Unit: nodes. How many nodes are supported: the mask of nodes is one word, with one bit per node.
 inline constexpr int32_t kMostNodes = 64;
 
 // Asks the kernel to allocate [base, base + bytes) on `node`, or on other nodes if `node` has no free memory.

@@ -14,9 +14,9 @@
 
 namespace flexkv {
 
-// The figure shows what may read or write the bytes of a page, stage by stage, until the op finishes. It has
-// four pages of a layerwise load, whose slots a read from disk is still filling: stage 3 has not arrived yet.
-// The lane takes a page through several stages at once.
+// The figure shows four pages of a layerwise load and, for each page, who may read or write its bytes. A read
+// from disk is still filling the pages' slots: stage 3 has not arrived yet. The lane takes a page through
+// several stages at once.
 //
 //   layers    0        4        8        12       16
 //             | stage 0| stage 1| stage 2| stage 3|
@@ -39,7 +39,8 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   uint64_t sequence() const { return sequence_; }
   const std::shared_ptr<const AttachedView>& view() const { return view_; }
 
-  // Closes all stages: a stage is moved only after open() has opened it. Call before any page is ready.
+  // Closes all stages, so that a stage is moved only after open() has opened it. Call before any page is
+  // ready.
   void gate();
   // Opens the stages whose layers are all in [0, layers). Stages opened by this call are copied after
   // `fence`, which may be null.
@@ -77,7 +78,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   void release_view() { view_.reset(); }
 
   // The scheduler maintains the following members.
-  int32_t waiting_barriers = 0;          // number of unfinished ops for which barrier edges make the op wait
+  int32_t waiting_barriers = 0;          // number of unfinished ops that barrier edges make it wait for
   std::vector<int32_t> waiting_streams;  // per page: number of stream edges it waits for; empty without any
   std::vector<std::pair<OpState*, EdgeKind>> successors;  // the ops that wait for this one
   Priority effective_priority = Priority::kLoad;          // the highest priority of the op and its successors
@@ -86,9 +87,9 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   std::vector<std::shared_ptr<StreamEvent>> stage_events;
   std::shared_ptr<StreamEvent> last_event;  // a point after the op's last copy that was enqueued; null: none
   // Lanes read the next two members without the scheduler's lock.
-  std::atomic<bool> cancelled{false};  // whether no more of the op need be enqueued
-  // Whether a caller cancelled the op, so that even copies in flight may end early. Not set at close, where
-  // pages in flight still arrive.
+  std::atomic<bool> cancelled{false};  // whether to enqueue no more of the op
+  // Whether a caller cancelled the op, so that even copies in flight may end early. Not set when the engine
+  // closes, because pages in flight then still finish.
   std::atomic<bool> unwanted{false};
   bool ended = false;  // whether the op has its result
 

@@ -47,11 +47,12 @@ class PageMover {
   virtual int32_t depth() const { return 0; }
 };
 
-// How many movers may be nested in one. The limit bounds the stack, because calls and destructors go through
-// all of them.
+// How many movers may be nested in one mover. The limit bounds the depth of the stack, because each call and
+// each destructor goes through all nested movers.
 inline constexpr int32_t kMostMoversInside = 64;
 
-// Returns `inner`. Throws ContractError if a mover around it would have more than kMostMoversInside inside.
+// Returns `inner`. Throws ContractError if a mover around it would contain more than kMostMoversInside
+// movers.
 inline std::shared_ptr<PageMover> checked_inner(std::shared_ptr<PageMover> inner) {
   if (inner->depth() + 1 <= kMostMoversInside) return inner;
   throw ContractError("a mover around " + std::to_string(inner->depth() + 1) + " others; allowed are " +

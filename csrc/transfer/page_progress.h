@@ -53,7 +53,7 @@ class PageProgress {
   int32_t layers() const { return layers_; }
   // The layers of one stage, [lo, hi).
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const;
-  // The stage that contains this layer; the last stage if the op has fewer layers.
+  // The stage that contains this layer; the last stage if the op has no such layer.
   int32_t stage_of(int32_t layer) const;
 
   PageState state(int32_t page) const { return states_[static_cast<size_t>(page)]; }
@@ -72,15 +72,15 @@ class PageProgress {
   // How many layers of the page have passed their stage: layers [0, layers_done()).
   int32_t layers_done(int32_t page) const;
   std::vector<int32_t> failed_pages() const;
-  // Returns the highest stage such that all stages after `last` up to this one are open and have arrived for
-  // all these pages; `last` if the next stage is not open or has not arrived.
+  // Goes up from stage `last` as long as the next stage is open and has arrived for all these pages. Returns
+  // the stage that it reaches. Pages that are not moving any more do not count.
   int32_t last_free(const std::vector<int32_t>& pages, int32_t last) const;
 
   // Makes the page wait for a read, perhaps of another transfer engine, that fills its slot. Call before any
   // page is ready.
   void expect(int32_t page);
-  // Records that layers [0, layers) of a page with expect() are in its slot. Returns whether these are more
-  // layers than before.
+  // Records that layers [0, layers) of a page for which expect() was called are in its slot. Returns whether
+  // these are more layers than before.
   bool arrive(int32_t page, int32_t layers);
 
   // Changes a waiting page to kReady, at once or when its stage is opened. Precondition: has_arrived().
@@ -96,7 +96,8 @@ class PageProgress {
   void mark_issued(int32_t page, int32_t stage);
 
  protected:
-  // Closes all stages: a stage is moved only after open_to() has opened it. Call before any page is ready.
+  // Closes all stages, so that a stage is moved only after open_to() has opened it. Call before any page is
+  // ready.
   void close_stages();
   // Opens the stages whose layers are all in [0, layers). Returns the stages opened by this call as [lo, hi).
   std::pair<int32_t, int32_t> open_to(int32_t layers);

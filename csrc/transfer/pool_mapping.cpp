@@ -136,8 +136,8 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  // Linux before 5.14 does not have MADV_POPULATE_WRITE. The code below then touches each page. In a file it
-  // first allocates the blocks, because otherwise the write could raise SIGBUS.
+  // Linux before 5.14 does not have MADV_POPULATE_WRITE. The code below then touches each page. For a memfd
+  // it first allocates the file's blocks, because otherwise the write could raise SIGBUS.
   if (error == EINVAL) {
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {

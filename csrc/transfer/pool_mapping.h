@@ -21,9 +21,9 @@ class PoolMapping {
   // Maps `bytes` of anonymous memory on a 2 MiB boundary. Forked children do not have the mapping. Throws
   // CapacityError if there is no address space.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
-  // Makes and maps a memfd of `bytes`. The memfd is sealed against resizing, because accesses beyond a shrunk
-  // file would raise SIGBUS. It uses reserved huge pages if `huge_pages` is set and enough are free,
-  // otherwise ordinary shared memory. Throws CapacityError if the memfd cannot be made or mapped.
+  // Makes and maps a memfd of `bytes`. The memfd is sealed against resizing, because accesses beyond the end
+  // of a shrunk file would raise SIGBUS. It uses reserved huge pages if `huge_pages` is set and enough are
+  // free, otherwise ordinary shared memory. Throws CapacityError if the memfd cannot be made or mapped.
   static PoolMapping memfd(int64_t bytes, bool huge_pages);
   // Maps `fd`, a memfd of exactly `bytes` that memfd() made. Takes ownership of `fd`, even if it throws.
   // Throws ClosedError if `fd` is a different file, and CapacityError if it cannot be mapped. `what`: what

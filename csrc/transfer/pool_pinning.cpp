@@ -15,7 +15,7 @@ namespace {
 // runs.
 constexpr double kFollowerWaitS = 0.25;
 // Unit: seconds. After each piece the thread rests for as long as the registration took, but for at most this
-// long. So the driver's locks are free for the inference engine's calls half of the time.
+// long. So the driver's locks are free for the inference engine's calls about half of the time.
 constexpr double kMostRestS = 0.1;
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Detects that another process has exited. With pidfd, this works even if the pid has been reused since. An
-// attached host pool watches the process that made the pool. What happens to the slots of a rank whose
-// process died is described at RankOp in flexkv/cache/ledger/ops.py.
+// attached host pool watches the process that made the pool. RankOp in flexkv/cache/ledger/ops.py describes
+// what happens to the slots of a rank whose process died.
 #pragma once
 #include <sys/types.h>
 

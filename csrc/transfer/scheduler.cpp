@@ -17,7 +17,7 @@
 namespace flexkv {
 namespace {
 
-// The kinds of op that read the inference engine's blocks.
+// The kinds of op that read the inference engine's blocks and store them.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
 
 // Unit: seconds. An event that is not reached after this time counts as waiting behind other work. An event
@@ -113,7 +113,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
     }
   }
-  // This loop uses a copy of the list, because ops that finish at once may finish the graph.
+  // This loop uses a copy of the list. Ops without pages may already finish in this loop.
   const std::vector<std::shared_ptr<OpState>> ops = graph.ops;
   for (const auto& op : ops) {
     const KindQueue& queue = queue_of(*op);

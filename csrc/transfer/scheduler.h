@@ -23,7 +23,8 @@ namespace flexkv {
 // Unit: work items. When this many consecutive items of loads have overtaken a waiting store, one item of the
 // store runs. So stores get 1/17 of a lane even if loads never stop, and slow loads down by 6 % at most.
 inline constexpr int32_t kPiecesBeforeAged = 16;
-// Unit: graphs. How many graphs wait_layer() still accepts after they have finished and were polled.
+// Unit: graphs. How many graphs the scheduler remembers after they have finished and were polled, so that
+// wait_layer() still accepts them.
 inline constexpr size_t kRememberedGraphs = 256;
 
 // Unit: checks. The watchdog checks this many times per `op_stuck_s`. A work item without progress in this
@@ -36,7 +37,7 @@ inline constexpr int32_t kLooksUntilStuck = 4;
 // reads 1.5 MB, a fraction of one work item. Notifications would cost each disk one system call per page.
 inline constexpr double kSlotLookS = 0.0005;
 
-// The result of waiting for a layer.
+// The result of Scheduler::wait_layer().
 struct LayerWait {
   bool in_time = false;  // false: the deadline passed; the ops continue
   // For each op with failed pages, its id and the positions of these pages.
@@ -66,14 +67,14 @@ class Scheduler : public WorkSource {
   ~Scheduler() override;
 
   // Adds a lane. Lanes are numbered from 0 in the order of these calls. Call before the first submit. Throws
-  // ContractError if another lane serves one of its kinds.
+  // ContractError if an earlier lane already serves one of this lane's kinds.
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Queues a graph that the engine has checked. `views[i]`: the view of op i; null if the kind needs none.
-  // `sizes[i]`: what Lane::check returned for op i. Returns a ticket, or nullopt if too few queue entries are
-  // free. Throws ClosedError after begin_close(), and ContractError if an op id is already in use or the
-  // graph could never fit in the queues.
+  // Queues a graph that the transfer engine has checked. `views[i]`: the view of op i; null if the kind needs
+  // none. `sizes[i]`: what Lane::check returned for op i. Returns a ticket, or nullopt if too few queue
+  // entries are free. Throws ClosedError after begin_close(), and ContractError if an op id is already in use
+  // or the graph could never fit in the queues.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
@@ -92,16 +93,16 @@ class Scheduler : public WorkSource {
   struct Enqueued {
     bool in_time = false;  // false: the deadline passed; the ops continue
     // Whether a store to disk, which cannot be enqueued on a stream, waits behind work that the inference
-    // engine still runs. Always false with a deadline of 0. May be true even if `in_time` is.
+    // engine still runs. Always false with a deadline of 0. May be true even if `in_time` is true.
     bool behind_forward = false;
     // After all of these events, the stores have read the inference engine's blocks. Each event has the kind
     // of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
   // Waits until the graph's stores have read the inference engine's blocks. With `on_streams`, expedites the
-  // stores and waits only until the lanes have enqueued these reads. A store to disk cannot be enqueued: if
-  // one waits behind a forward pass that still runs, this does not wait for it. Throws ContractError if the
-  // ticket was never returned.
+  // stores and waits only until the lanes have enqueued these reads. A store to disk cannot be enqueued on a
+  // stream: if it waits behind a forward pass that still runs, this function does not wait for it. Throws
+  // ContractError if the ticket was never returned.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Lets the gated graphs with these tickets copy layers [0, layers), after `fence` if it is not null.
   // Ignores graphs that have finished and layers that are already open. Throws, and opens no layer, if a
@@ -124,12 +125,13 @@ class Scheduler : public WorkSource {
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // The body of the watchdog thread, which runs until close. Takes down the lanes of work items that have
-  // made no progress for `op_stuck_s`. Sleeps while no item is in flight.
+  // The body of the watchdog thread, which runs until close. If a work item makes no progress for
+  // `op_stuck_s`, takes its kind of op down. Sleeps while no item is in flight.
   void watch();
 
-  // The body of another thread, which runs until close. Starts pages after another transfer engine's reads
-  // have filled their slots, and fails pages whose read failed. Sleeps while no load waits for slots.
+  // The body of the thread that checks slots, which runs until close. Some loads wait until another transfer
+  // engine's reads have filled their slots. This thread starts their pages when the slots are filled, and
+  // skips pages whose read failed. Sleeps while no load waits for slots.
   void watch_slots();
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
@@ -158,8 +160,9 @@ class Scheduler : public WorkSource {
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // What has to be done for an op or page after the op or page that it waited for has ended. Consequences are
-  // kept in a list and not handled recursively, because a chain of ops may be as long as the queues.
+  // A step that follows from the end of an op or page: an op or page that waited for it must start or end.
+  // These steps are kept in a list and not handled recursively, because a chain of ops may be as long as the
+  // queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;
@@ -177,19 +180,20 @@ class Scheduler : public WorkSource {
     int32_t idle = 0;   // number of threads that sleep in take()
     int32_t woken = 0;  // number of these threads that were notified but have not run yet
     // Number of consecutive work items that overtook a less urgent op. One counter per kind if the lane's
-    // kinds are apart; otherwise only the first counter is used.
+    // kinds_are_apart(); otherwise only the first counter is used.
     std::array<int32_t, kOpKinds> urgent_streaks{};
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
   Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
-  // Wakes the op's lane if it has work items of the op in flight. Their pages are not in `runnable`, so
-  // nothing else would wake the lane for them.
+  // Wakes the op's lane if work items of this op are in flight. Their pages are not ready, so
+  // update_runnable() does not wake the lane for them.
   void wake_lane_of_moving(OpState& op) {
     if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
   }
-  // Remembers a finished graph for wait_layer(). If too many are remembered, moves the oldest to `forgotten`,
-  // which the caller destroys after it has released the lock, because destroying an event calls the driver.
+  // Remembers a finished graph for wait_layer(). If more than kRememberedGraphs are remembered, moves the
+  // oldest to `forgotten`. The caller destroys `forgotten` after it has released the lock, because destroying
+  // an event calls the driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);
   std::vector<std::shared_ptr<StreamEvent>> fences_before(const OpState& op) const;
   void require_given(int64_t ticket, const char* what) const;
@@ -227,7 +231,7 @@ class Scheduler : public WorkSource {
   std::deque<int64_t> remembered_;  // tickets of graphs that have finished and were polled, oldest first
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
-  std::atomic<bool> has_results_{false};        // whether results_ has any; changes before event_fd_ does
+  std::atomic<bool> has_results_{false};        // whether results_ is not empty; set before event_fd_ changes
   std::set<std::shared_ptr<WorkItem>> moving_;  // work items in flight
   std::deque<Consequence> consequences_;        // empty whenever no thread holds the lock
   std::list<Coming> coming_;

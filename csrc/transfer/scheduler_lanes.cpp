@@ -49,7 +49,7 @@ KindSet Scheduler::kinds() const {
 
 // Returns the op from which a lane takes its next work item; null if there is none. Usually this is the
 // oldest op of the most urgent priority. After kPiecesBeforeAged items in a row have overtaken less urgent
-// ops, it returns the oldest of those ops once. It returns only ops of the kinds `allowed`. If the most
+// ops, it returns the oldest of those ops once. It returns only ops whose kind is in `allowed`. If the most
 // urgent runnable ops are all of other kinds, it returns null so that less urgent ops do not overtake them,
 // unless the lane's kinds are apart.
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {

@@ -63,15 +63,14 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Tells the lane that the read of a page has finished, because loads of other transfer engines may wait for
-// it.
+// Calls the lane's read_ended() for a page, because loads of other transfer engines may wait for the read.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
-// Tells the lane which layers of a page have been read, because layerwise loads of other transfer engines may
-// wait for them.
+// Calls the lane's read_advanced() with the layers of a page that have been read, because layerwise loads of
+// other transfer engines may wait for these layers.
 void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   const int32_t layers = op.layers_done(page);
@@ -116,7 +115,8 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
   settle(op);
 }
 
-// Called when a page has finished OK. Starts pages of other ops that waited only for this page.
+// The scheduler calls this when a page has finished OK. Starts pages of other ops that waited only for this
+// page.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
   tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
@@ -126,8 +126,8 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// Finishes the op if all its pages have finished and it waits for no barrier. Queues the consequences for the
-// ops that wait for this op because of a barrier edge.
+// Finishes the op if all its pages have finished and it waits for no barrier edge. Queues the consequences
+// for ops that a barrier edge makes wait for this op.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;

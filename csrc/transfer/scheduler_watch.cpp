@@ -21,7 +21,7 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
 }
 
 // Takes down the kinds of op whose work items are stuck. If a lane has as many stuck items as it can have in
-// flight, takes down all its kinds. Kinds of a lane that watches itself are never taken down.
+// flight, takes down all kinds of that lane. Kinds of a lane that watches itself are never taken down.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
@@ -73,8 +73,8 @@ void Scheduler::revive() {
   }
 }
 
-// Starts the pages whose slots were filled, and skips those whose read failed. Returns whether any pages
-// still wait.
+// Starts the op's pages whose slots were filled, and skips pages whose read failed. Returns whether any pages
+// of the op still wait.
 bool Scheduler::look_for_arrivals(Coming& coming) {
   OpState& op = *coming.op;
   if (op.ended) return false;
@@ -91,7 +91,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
-      waiting.push_back(page);  // an earlier layer is being copied; after that the page is skipped
+      waiting.push_back(page);  // an earlier layer is being copied; the page is skipped after that
     } else {
       end_page(
           op, page, PageState::kSkipped,

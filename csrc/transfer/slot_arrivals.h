@@ -9,7 +9,7 @@ namespace flexkv {
 
 // The number in OpSpec::reads for a page that need not wait for a read.
 inline constexpr int64_t kNoRead = 0;
-// The number of low bits of a word that hold the number of layers. The bits above hold the number of the
+// The number of low bits of a word that hold the number of layers. The bits above them hold the number of the
 // read, which is less than kMostReads.
 inline constexpr int kArrivalBits = 16;
 inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);

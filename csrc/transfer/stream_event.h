@@ -14,8 +14,8 @@ using StreamId = uintptr_t;
 class StreamEvent {
  public:
   virtual ~StreamEvent() = default;
-  // Makes work that is enqueued on `stream` from now on start after this point is reached. Returns an error
-  // message, or an empty string on success.
+  // Makes `stream` wait: work that is enqueued on it after this call starts after this point is reached.
+  // Returns an error message, or an empty string on success.
   virtual std::string make_wait(StreamId stream) = 0;
   // Whether this point has been reached. Does not wait. Also returns true if this cannot be determined.
   virtual bool reached() = 0;

@@ -12,10 +12,10 @@
 
 namespace flexkv {
 
-// An item has several stages if its lane takes all stages; WorkSource::extend() can then raise the last
-// stage, and changes nothing else. The lane calls touch() whenever a page has made progress, so that the
-// watchdog does not count the item as stuck. The memory of the pages stays mapped until finish(). See the
-// figure at OpState.
+// An item may have several stages if its lane takes all stages. WorkSource::extend() can then raise the
+// item's last stage, and changes nothing else of the item. The lane calls touch() whenever a page has made
+// progress, so that the watchdog does not count the item as stuck. The memory of the pages stays mapped until
+// finish(). The figure at OpState shows the stages of an item.
 class WorkItem {
  public:
   OpKind kind() const { return kind_; }
@@ -53,7 +53,7 @@ class WorkItem {
   // The scheduler's lock guards the next three members.
   size_t unfinished_ = 0;                  // number of pages that have not finished
   int32_t issued_stages_ = 0;              // number of stages whose copies are enqueued
-  bool advanced_ = false;                  // whether a page has passed its stages and may be in another item
+  bool advanced_ = false;                  // a page has passed this item's stages and may be in another item
   std::atomic<Clock::rep> last_moved_{0};  // time of the last touch()
   // The watchdog uses the members below, under the scheduler's lock.
   Clock::rep seen_moved_ = 0;  // `last_moved_` at the last check
