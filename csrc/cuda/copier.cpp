@@ -199,8 +199,8 @@ std::string Copier::copy(Direction direction, std::span<const Copy> copies, bool
   if (copies.empty()) return {};
   int64_t bytes = 0;
   for (const Copy& one : copies) bytes += static_cast<int64_t>(one.bytes);
-  // Single calls accept pageable memory, which the driver stages itself. Whether batches do is not
-  // documented.
+  // Single calls accept pageable memory, which the driver stages itself. NVIDIA does not document whether
+  // batches accept it, too.
   const bool batch = copies.size() > 1 && registered && capabilities().batch;
   std::string error = batch ? by_batch(direction, copies, stream) : std::string();
   for (size_t i = 0; !batch && error.empty() && i < copies.size(); ++i) {

@@ -18,7 +18,7 @@
 namespace flexkv::cuda {
 
 struct CopySwitches {
-  bool batch = true;   // false: cuMemcpyBatchAsync is never used, whatever its self-test says
+  bool batch = true;   // false: cuMemcpyBatchAsync is never used, even if its self-test passes
   bool kernel = true;  // false: the copy kernel is never used
   std::array<std::optional<int64_t>, 2> measured_below = {};  // bytes; see Capabilities::measured_below
 };
@@ -45,16 +45,17 @@ class Copier {
               CopyStream& stream, std::span<const size_t> stages = {});
   // Enqueues copies for the copy engine. `registered` says whether all host memory of the copies is
   // registered with the device. Returns an empty string on success, otherwise the reason. After a failure
-  // some of the copies may still be in flight; only a mark that is enqueued after them shows when they have
-  // ended.
+  // some of the copies may still be in flight. They have ended when a mark that is enqueued after them
+  // (CopyStream::mark()) is reached.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
-  // Makes work that is enqueued later on `stream` start only when StageWords::passed has reached `value`.
-  // Returns an empty string on success, otherwise why the waiting kernel could not be started. After such a
-  // failure the waiting kernel is not used again, and callers should pass no `stages` to launch().
+  // Makes `stream` wait: work that is enqueued on it after this call starts only when StageWords::passed has
+  // reached `value`. A small kernel on `stream` does the waiting. Returns an empty string on success,
+  // otherwise why this kernel could not be started. After such a failure it is not used again, and callers
+  // should pass no `stages` to launch().
   std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
-  // A description of the paths that are not used and why; empty if all are used.
+  // Says which copy paths are not used, and why; empty if all are used.
   std::string notes() const;
   // Number of kernel launches that failed after the self-tests.
   int64_t failed_launches() const { return failed_launches_; }

@@ -15,9 +15,9 @@
 namespace flexkv::cuda {
 
 // Number of loads that a thread has in flight. A warp thus loads 4 KiB of a run at once, and two
-// multiprocessors fill the link.
+// multiprocessors are enough to fill the link.
 inline constexpr int kCopyLoadsInFlight = 8;
-// Unit: bytes. How much one warp copies at most before it takes the next item: two rounds of
+// Unit: bytes. The maximum that one warp copies before it takes the next item: two rounds of
 // kCopyLoadsInFlight loads of 16 bytes per thread. It is a multiple of 16, so that the chunks of a run keep
 // the run's alignment.
 inline constexpr int64_t kChunkBytes = 8192;
@@ -47,8 +47,8 @@ struct StageWords {
   uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived; wraps around
 };
 
-// What one launch of the copy kernel copies. A work item is one chunk of one page; a job has fewer than 2^30
-// of them, because its tables hold no more.
+// The copies of one launch of the copy kernel. An item is one chunk of one page. A job has fewer than 2^30
+// items, because its tables hold no more.
 struct CopyJob {
   const CopyChunk* chunks = nullptr;
   const CopyPage* pages = nullptr;
@@ -59,8 +59,8 @@ struct CopyJob {
   // `number`, warps begin no further item. If the pointer is null, the job cannot be ended early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
-  // stage_ends[i] is the number of chunks in stages 0 to i. Stages (for example, one per layer) are copied
-  // one after the other. If the pointer is null, all chunks are one stage.
+  // stage_ends[i] is the number of chunks in stages 0 to i. The kernel copies stages (for example, one per
+  // layer) one after another. If the pointer is null, all chunks are one stage.
   const int32_t* stage_ends = nullptr;
   int32_t stage_count = 1;
   StageWords words = {};
@@ -100,8 +100,8 @@ FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
   return job.stop != nullptr && read_word(job.stop) == job.number;
 }
 
-// Copies the items of warp `warp`, one of `warps` warps, stage by stage. After its items of a stage it calls
-// `pass(stage)`, even if it has no item in that stage.
+// Copies the items of warp `warp`, one of `warps` warps, stage by stage. After the warp's items of a stage,
+// calls `pass(stage)`, even if the warp has no item in that stage.
 template <typename Pass>
 FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane,
                                  const Pass& pass) {
@@ -121,7 +121,7 @@ FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps
 }
 
 // Returns the same job with pointers to tables that lie one after the other at `tables`: the chunks, the
-// pages, and then, if the job has several stages, their ends.
+// pages, and then, if the job has several stages, the stage ends.
 FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
   CopyJob placed = job;
   placed.chunks = static_cast<const CopyChunk*>(tables);
@@ -134,9 +134,9 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 // Cuts segments into chunks of at most kChunkBytes, in order.
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
-// Unit: bytes. Tables up to this size are passed as a parameter of the launch, which then need not wait until
-// they have been copied to the device. Kernels of every toolkit accept a parameter of this size in addition
-// to the job.
+// Unit: bytes. Tables up to this size are passed as a parameter of the launch, so that the launch need not
+// wait until a copy of the tables has reached the device. Kernels of every toolkit accept a parameter of this
+// size in addition to the job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
 // Functions that start kernels on a stream. Each returns an empty string on success, otherwise the
@@ -152,8 +152,8 @@ struct CopyKernels {
   // memory, which are read before this returns.
   std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
                       void* stream) = nullptr;
-  // Work that is enqueued on the stream after this call starts only when `*passed` has reached `value`. See
-  // StageWords::passed; the comparison allows for its wrapping around.
+  // Work that is enqueued on the stream after this call starts only when `*passed` has reached `value`.
+  // `passed` is StageWords::passed, and may wrap around.
   std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
 };
 

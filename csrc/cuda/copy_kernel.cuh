@@ -35,7 +35,8 @@ __device__ inline void copy_own_share(const CopyJob& job) {
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
 
-// Runs until `*passed` has reached `value`. docs/gpu.md says what a stream's own wait for a word would cost.
+// Runs until `*passed` has reached `value`. docs/gpu.md has measurements of the alternative, in which the
+// stream itself waits for the word.
 __global__ void __launch_bounds__(1, 1) wait_kernel(const uint32_t* passed, uint32_t value) {
   while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
   __threadfence();

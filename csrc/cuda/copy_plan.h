@@ -1,4 +1,4 @@
-// Lists the runs of pages as copies between a device and host memory. This is arithmetic only and calls no
+// Lists the runs of pages as copies between a device and host memory. This code only computes, and calls no
 // driver.
 #pragma once
 #include <array>

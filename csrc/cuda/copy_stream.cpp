@@ -15,7 +15,7 @@ constexpr size_t kAlign = 64;
 // Number of stop words, which the kernels of consecutive marks use in turn. If two stopped kernels share a
 // word, the earlier one may miss its stop; then it only ends later.
 constexpr uint32_t kStopWords = 16;
-// Unit: seconds. How long a stream may take to write a word in the trial of words_work(); an idle stream
+// Unit: seconds. How long a stream may take to write a word in the self-test words_work(); an idle stream
 // takes some microseconds.
 constexpr double kWordTrialS = 1;
 // Number of 4-byte words in device memory after the tables: the stop words and the stage words.

@@ -33,9 +33,9 @@ class CopyStream {
   // Marks the end of the work enqueued so far. When that work has ended, the stream writes the mark's number
   // to a word in pinned memory, which a thread can read in some nanoseconds. If the driver refuses such
   // writes, an event is recorded instead. Returns an empty string on success, otherwise why no mark was made.
-  // In that case either this call has waited for the stream to finish, or the stream is broken.
+  // If no mark was made, either this call has waited for the stream to finish, or the stream is broken.
   std::string mark();
-  // Whether the work enqueued before `mark` has ended successfully. If the stream is broken, this stays
+  // Whether the work enqueued before `mark` has ended successfully. If the stream is broken, the result stays
   // false, and failure() says why.
   bool reached(uint32_t mark);
   // Why the stream makes no more progress. Empty while work is in flight, and when all work has ended well.
@@ -43,7 +43,8 @@ class CopyStream {
 
   struct Tables {
     std::byte* host;  // pinned memory, which the caller writes
-    // Where send() copies the tables, so that a kernel that stores pages need not read them over the link.
+    // Device memory to which send() copies the tables, so that a kernel that stores pages need not read the
+    // tables over the link.
     DeviceAddress device;
   };
   // Reserves space for a kernel's tables until the next mark has been reached. Returns nullopt if the free
@@ -60,7 +61,7 @@ class CopyStream {
     return std::exchange(stages_, stages_ + static_cast<uint32_t>(stages));
   }
 
-  // Address of the word that a kernel launched before the next mark reads; see CopyJob::stop.
+  // Address of the stop word (CopyJob::stop) for a kernel that is launched before the next mark.
   DeviceAddress stop_word() const;
   // Makes the kernel that was launched before `mark` end soon, whether it has started or not. Returns an
   // empty string on success, otherwise the reason.

@@ -36,8 +36,8 @@ CudaLane::CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const Co
 
 CudaLane::~CudaLane() { abandon(); }
 
-// Only the threads own the source. If the lane owned it too, scheduler and lane would keep each other alive
-// for ever.
+// Only the threads own the source. If the lane owned the source too, scheduler and lane would keep each other
+// alive for ever.
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   // Starts only the threads that do not exist yet, so that the call can be repeated after it failed for lack
   // of threads.

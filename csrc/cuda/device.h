@@ -45,10 +45,10 @@ class Device {
   bool host_addresses_work_ = false;
 };
 
-// For a scope, lets this thread call the driver while another thread captures a graph. In the mode that every
-// thread starts with, a registration, an allocation or a query of an event would fail and invalidate the
-// engine's capture (vllm-project/vllm#48053). This is safe because flexkv enqueues no work on a stream that
-// is being captured.
+// For a scope, lets this thread call the driver while another thread captures a graph. In the capture mode
+// that every thread starts with, a registration, an allocation or a query of an event would fail and
+// invalidate the engine's capture (vllm-project/vllm#48053). This is safe because flexkv enqueues no work on
+// a stream that is being captured.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver);
@@ -62,7 +62,7 @@ class RelaxedCapture {
   const bool exchanged_;
 };
 
-// Makes a device this thread's current device for a scope, with relaxed capture, and then restores the former
+// Makes a device this thread's current device for a scope, with relaxed capture. Then restores the former
 // device and capture mode, because the calling thread may be the engine's. It pushes the retained primary
 // context, which creates no new context. Restoring the device with the runtime's cudaSetDevice instead would
 // create the primary context of device 0 in a thread that never chose a device. Callers should read error(),
@@ -73,7 +73,7 @@ class QuietCurrent {
   ~QuietCurrent();
   QuietCurrent(const QuietCurrent&) = delete;
   QuietCurrent& operator=(const QuietCurrent&) = delete;
-  // Why the driver refused the context; empty if it did not.
+  // Why the driver refused the context; empty if it accepted the context.
   const std::string& error() const { return error_; }
 
  private:

@@ -1,5 +1,5 @@
-// What CUDA support this build and this machine have. These functions can be called on every machine, even on
-// one without CUDA.
+// Functions that report the CUDA support of this build and this machine. They can be called on every machine,
+// even on one without CUDA.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -28,9 +28,9 @@ Identity identify(int ordinal);
 Identity identify(int ordinal, const Driver& driver);
 
 // Unit: bytes. The size of the largest window (BAR) through which other devices reach a PCI device's memory.
-// For an NVIDIA GPU this is BAR1, and disks cannot reach more of its memory at once. Returns 0 if the Linux
-// kernel does not report the window. `pci` is the device's address, such as "0000:17:00.0". `devices` is the
-// folder in which the kernel lists PCI devices.
+// For an NVIDIA GPU this window is BAR1; disks cannot reach more of the GPU's memory at once. Returns 0 if
+// the Linux kernel does not report the window. `pci` is the device's address, such as "0000:17:00.0".
+// `devices` is the folder in which the kernel lists PCI devices.
 int64_t bar_bytes(const std::string& pci, const std::string& devices = "/sys/bus/pci/devices");
 
 // The ordinal of the device whose context is current for this thread; 0 if there is none. Precondition:

@@ -19,9 +19,9 @@ class DeviceMemory {
   size_t bytes() const { return bytes_; }
   int multiprocessors() const { return device_->multiprocessors(); }
   // Returns how many seconds `calls` copies of `call_bytes` to or from pinned host memory take until the last
-  // has ended. Each copy is one driver call and uses the next place in the memory. All copies are enqueued on
-  // one new stream. Throws ContractError if `call_bytes` is 0 or more than the memory has, and CapacityError
-  // if the driver fails.
+  // has ended. Each copy is one driver call and uses the next `call_bytes` of this memory, from the start
+  // again after the end. All copies are enqueued on one new stream. Throws ContractError if `call_bytes` is 0
+  // or more than the memory has, and CapacityError if the driver fails.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 
  private:

@@ -29,8 +29,8 @@ Event::Event(std::shared_ptr<Device> device, StreamHandle stream) : device_(std:
   throw CapacityError(driver.error_text(code, "cuEventRecord"));
 }
 
-// The driver allows an event to be destroyed while a stream still waits for it: it keeps the event until the
-// wait has ended.
+// An event may be destroyed while a stream still waits for it: the driver keeps the event until the wait has
+// ended.
 Event::~Event() {
   const QuietCurrent here(*device_);
   device_->driver().event_destroy(handle_);

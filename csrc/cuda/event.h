@@ -48,8 +48,8 @@ class Event : public StreamEvent {
 };
 
 // Records an event after all work enqueued on the engine's `stream` so far. Throws ContractError while the
-// stream is being captured into a graph, because an event of a graph means nothing outside it. Throws
-// CapacityError if the driver returns an error.
+// stream is being captured into a graph, because an event that is recorded in a graph has no meaning outside
+// the graph. Throws CapacityError if the driver returns an error.
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
 
 }  // namespace flexkv::cuda

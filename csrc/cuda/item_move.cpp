@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. The largest part that the copy engine copies, and the largest part whose digests are checked.
-// The limit keeps waits short, because all pages of a part end together.
+// Unit: bytes. The largest part that the copy engine copies, and the largest part of which the crew checks
+// the digests. The limit keeps waits short, because all pages of a part end together.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -29,8 +29,9 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Whether one kernel can copy several stages of all pages while a stream waits for each stage. It cannot if
-// the pages have digests, because the bytes of later stages are checked while those of earlier stages move.
+// Whether one kernel can copy several stages of all pages while a stream waits for each stage. One kernel
+// cannot do so if the pages have digests, because the bytes of later stages are checked while those of
+// earlier stages move.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
@@ -40,8 +41,9 @@ bool ItemMove::may_count_stages() const {
   return has_short_runs_only(stage_);
 }
 
-// Checks the segments of this stage, not those of all layers. In pools that have all layers in a block, a
-// layer's runs are short even if the whole page is one long run.
+// Whether all runs of this stage are short enough for the kernel. This function checks the segments of the
+// stage, not those of all layers: in pools that have all layers in a block, a layer's runs are short even if
+// the whole page is one long run.
 bool ItemMove::has_short_runs_only(int32_t stage) const {
   const auto layers = item_->layers_of(stage);
   const auto segments = view_.segments(layers.first, layers.second);
@@ -71,8 +73,8 @@ void ItemMove::begin_pass(int64_t layers_bytes) {
     if (item_->fence_of(next) != item_->fence_of(stage_)) break;
     last_of_pass_ = next;
   }
-  // A kernel that has only one stage or little work ends about when it would count its first stage, so it
-  // need not count.
+  // A kernel that has only one stage or little work ends at about the time at which it would count its first
+  // stage. So it need not count stages.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 

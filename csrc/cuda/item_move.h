@@ -14,8 +14,8 @@
 
 namespace flexkv::cuda {
 
-// Some pages of an item that are copied through some of its stages. A part ends when all its portions have
-// ended.
+// Some pages of a work item that are copied together through some of its stages. A part ends when all its
+// portions have ended.
 struct Part {
   std::vector<size_t> indices;  // index of each page in WorkItem::positions()
   std::vector<PageEnds> pages;  // one for each of `indices`
@@ -36,13 +36,13 @@ struct Part {
 
 class ItemMove {
  public:
-  // `usable` has the copy paths among which the item's runs are divided; see copy_ways.h.
+  // `usable` has the copy paths that may copy the item's runs; copy_ways.h chooses among them.
   ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable);
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether stages may still be added to the item. They are the later stages, which were not open or had not
-  // arrived when the lane took the item. False after stop().
+  // Whether later stages, which were not open or had not arrived when the lane took the item, may still be
+  // added to the item. False after stop().
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
   // Returns the part that is being enqueued. If there is none, this begins the next part, whose pages then

@@ -28,11 +28,11 @@ constexpr double kPollS = 2e-3;
 // the engine's work. The long pause applies if the portion is late by 10 * kPollS or more.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
-// Unit: items. While this many layerwise items wait to be enqueued, the thread takes no more. They take
-// turns, so that the first layers of all arrive soon.
+// Unit: items. While this many layerwise items wait to be enqueued, the thread takes no more. These items
+// take turns, so that the first layers of all of them arrive soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. For how many stored bytes the thread makes digests, at most, between two polls for the copies
-// in flight.
+// Unit: bytes. The maximum number of stored bytes whose digests the thread computes between two polls for the
+// copies in flight.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace
@@ -76,7 +76,7 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether another portion may be enqueued on the queue's stream for an item that takes its turn.
+// Whether another portion of an item that is not expedited may be enqueued on the queue's stream.
 bool LaneDirection::has_room(const Queue& queue) const {
   if (queue.in_flight.empty()) return true;
   const bool by_kernel = queue.in_flight.back().by_kernel;
@@ -124,7 +124,7 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
     if (!move->item()->cancelled() || move->stopped()) continue;
     Queue& queue = queue_of(*move);
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
-    // Only kernels of stores are stopped, because a forward may wait for the copies of a load.
+    // Only kernels of stores are stopped, because a forward pass may wait for the copies of a load.
     if (direction_ == Direction::kToHost) {
       for (Portion& portion : queue.in_flight) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
@@ -184,8 +184,8 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
   }
 }
 
-// Sets when the oldest portion is due. Precondition: that portion begins to move now, because the one before
-// it has ended or its fence has just been reached.
+// Computes when the oldest portion is due. Precondition: that portion begins to move now, because the one
+// before it has ended or its fence has just been reached.
 void LaneDirection::set_due(Queue& queue) {
   Portion& next = queue.in_flight.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
@@ -195,7 +195,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // The time at which the portion began is known only if it directly followed another portion.
+  // The start time of a portion is known only if the portion directly followed another one.
   const bool followed = std::exchange(queue.went_on, !queue.in_flight.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
@@ -203,7 +203,7 @@ void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   pace = seen < pace ? seen : pace + (seen - pace) / 8;
 }
 
-// Makes the digests of at most kDigestBytes of stored pages. Returns false if no page lacks its digests.
+// Computes the digests of at most kDigestBytes of stored pages. Returns false if no page lacks its digests.
 bool LaneDirection::make_digests(WorkSource& source) {
   if (undigested_.empty()) return false;
   Undigested& next = undigested_.front();
@@ -270,7 +270,7 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
 }
 
 // Number of layerwise loads that take turns, at least 1. Each gets an equal share of a launch's limit, so
-// that the first layers of all arrive soon.
+// that the first layers of all loads arrive soon.
 int64_t LaneDirection::layerwise_moves() const {
   const auto count = std::count_if(moves_.begin(), moves_.end(), [](const auto& move) {
     return move->item()->layerwise() && move->may_enqueue();
@@ -318,11 +318,12 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// Enqueues one portion of the part. If the kernel copies any of the part's runs, the first portion has all of
-// those; later portions have the other runs. Returns an empty string on success, otherwise the reason.
+// Enqueues one portion of the part. If the kernel copies any of the part's runs, the first portion has all
+// runs that the kernel copies, and later portions have the other runs. Returns an empty string on success,
+// otherwise the reason.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
-  // The stream first waits for the engine's stream: forwards that were enqueued earlier must have written
-  // what a store reads, and must have read what a load overwrites.
+  // The stream first waits for the engine's stream: forward passes that were enqueued earlier must have
+  // written what a store reads, and must have read what a load overwrites.
   const auto& fence = item.fence_of(part.last_stage);
   if (fence && fence != queue.waited_for) {
     const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());

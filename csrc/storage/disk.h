@@ -24,7 +24,7 @@
 
 namespace flexkv {
 
-// What a disk needs to know about one KV group. It is the same for all disks.
+// The description of one KV group, which is the same for all disks.
 struct DiskGroup {
   std::shared_ptr<const PageCodec> codec;
   std::vector<LayerReads> layer_reads;
@@ -59,8 +59,8 @@ struct PageTask {
 
 class Disk {
  public:
-  // `wrap` wraps the I/O queue in a queue of a test; it may be null. `on_change` is called after queued() has
-  // fallen or the disk was lost. Any thread may make this call, and holds no lock while it does.
+  // `wrap` wraps the I/O queue in a queue that a test provides; it may be null. `on_change` is called after
+  // queued() has fallen or the disk was lost. Any thread may make this call, and holds no lock while it does.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
@@ -76,8 +76,8 @@ class Disk {
   // How the I/O backend differs from the requested one, and why; empty if it does not differ.
   std::string backend_note() const;
   // Why the disk is full; empty if it is not. While the disk is full, writes fail if the file system has not
-  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The reason is
-  // cleared by the next write whose success shows that there is space again.
+  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The reason
+  // stays until a write's success shows that there is space again.
   std::string full_reason() const;
   // Takes the disk out of service: no more I/O begins. Queued pages fail with LANE_DOWN at once, and pages in
   // flight are reported after their I/O has finished. The queued pages are reported to `source`, which may be
@@ -181,7 +181,7 @@ class Disk {
   std::string full_reason_;
 
   // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the two members after
-  // it.
+  // `oldest_`.
   std::atomic<uint64_t> oldest_{0};  // sequence number of the oldest job in flight; 0: none is in flight
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;

@@ -191,8 +191,8 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
       continue;
     }
     submit_ios(queue);
-    // Sealing more pages takes time. `take` passes the I/Os submitted so far on to the disk, so that it works
-    // meanwhile.
+    // Sealing more pages takes time. `take` passes the I/Os submitted so far on to the disk, so that the disk
+    // works during the sealing.
     held_back += write ? (*groups_)[static_cast<size_t>(task.move.group)].codec->image_bytes() : 0;
     if (held_back < kSealedBytesHeldBack) continue;
     held_back = 0;
@@ -254,7 +254,7 @@ void Disk::io_done(const IoDone& done) {
 }
 
 // Finishes jobs in the order in which their I/Os finished, and appends their pages to `ended`. Stops after
-// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os meanwhile.
+// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os during the verification.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

@@ -24,8 +24,8 @@ namespace {
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// How long a full disk is left alone before a write that needs space is tried again. Meanwhile its pages can
-// be read, and slots with allocated space can be written.
+// How long a full disk is left alone before a write that needs space is tried again. During this pause its
+// pages can be read, and slots with allocated space can be written.
 constexpr std::chrono::seconds kFullPause{2};
 
 // Whether this error means that the disk cannot be used any more, whatever the slot.

@@ -23,8 +23,8 @@ constexpr size_t kMostQueuedPages = 65536;
 // counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The
 // watchdog of the transfer engine has a constant of the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
-// Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds. This number takes the place
-// of a smaller `stuck_s`.
+// Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds, or for this time if
+// `stuck_s` is smaller.
 constexpr double kLeastStuckS = 1.0;
 
 // The slot size of a group's slabs: the largest image of the groups that share them.

@@ -4,7 +4,7 @@
 // pages, then the next range of all pages, and so on; layer_stages() returns the ranges. The transfer
 // engine's `wait_layer(ticket, layer)` returns when that layer of every page is verified and in its place in
 // the host slot. Each range is a separate read, after which its own runs are verified; the first read
-// includes the trailer. If a later range fails, the page's failure is reported then, and in the op's result.
+// includes the trailer. If a later range fails, wait_layer() and the op's result report the page as failed.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -33,8 +33,8 @@ struct LayerReads {
 
 // Returns the first layer of each range, ascending from 0. The first range is small, so that the engine can
 // begin to compute early. Each later range is twice as large as the one before, because small reads slow a
-// disk down. The last range has the layers that are left; if these are fewer than the range before has, they
-// are added to that range.
+// disk down. The last range has the layers that are left; if these are fewer than the layers of the range
+// before, they are added to that range.
 std::vector<int32_t> layer_stages(const PageCodec& codec);
 // Returns how to read each range of layer_stages().
 std::vector<LayerReads> plan_layer_reads(const PageCodec& codec);

@@ -100,18 +100,18 @@ class PageCodec {
   // `now`: Unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
-  // Checks a trailer in a separate buffer in the same way.
+  // Like check_trailer(), for a trailer in a separate buffer.
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
                                 const std::optional<PageTag>& wanted, uint64_t now) const;
   // Checks that `bytes`, the content of run `run`, match the run's digest in the trailer in `image`.
   PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
     return check_digest(image + image_.trailer_offset(), run, bytes);
   }
-  // Checks all runs in `image`. Returns the first miss found.
+  // Checks all runs in `image`. Returns the failure of the first bad run, or kNone.
   PageCheck check_runs(const std::byte* image) const;
 
-  // Checks a trailer that seal_apart() wrote, and that the stripes in `image` match its run digests. If all
-  // is well and host_digests() is set, copies the run digests into the image.
+  // Checks a trailer that seal_apart() wrote, and that the stripes in `image` match the trailer's run
+  // digests. If the page passes and host_digests() is set, copies the run digests into the image.
   PageCheck check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
                         const std::optional<PageTag>& wanted, uint64_t now) const;
 

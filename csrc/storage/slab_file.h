@@ -40,7 +40,7 @@ class SlabFile {
   // written. Returns an empty range at the end of the slab if there is none, or if the file system does not
   // report such ranges.
   std::pair<int64_t, int64_t> next_unwritten(int64_t from) const;
-  // Whether the path still leads to this file, which was not deleted, moved or replaced.
+  // Whether path() still leads to this file. False if the file was deleted, moved or replaced.
   bool in_place() const;
 
  private:

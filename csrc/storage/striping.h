@@ -1,7 +1,8 @@
 // Maps a place of the disk tier to a disk and a slot on that disk. Consecutive places are on consecutive
 // disks.
 //
-// Raw files (gds/raw/raw_file.h) use the same rule if their `round_robin` is 1. A test compares the two.
+// Raw files (gds/raw/raw_file.h) use the same rule if their `round_robin` is 1. A test compares the two
+// rules.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -1,6 +1,6 @@
 // Writes zeros to the slots that pages will be written to next. After fallocate, a file system has reserved
 // space that it has not cleared. It must record the first write to each piece of that space, which makes
-// first writes half as fast. With zeros written in advance, the writes of pages are not first writes.
+// first writes half as fast. If zeros are written in advance, the writes of pages are not first writes.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -34,7 +34,7 @@ class ZeroFill {
   struct Slab {
     std::shared_ptr<SlabFile> file;
     int64_t at = 0;       // offset before which no zeros need to be written any more
-    int64_t allowed = 0;  // offset at which zeros end for now
+    int64_t allowed = 0;  // zeros are written only below this offset for now
   };
   struct Free {
     void operator()(void* memory) const;
