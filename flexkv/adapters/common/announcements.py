@@ -58,8 +58,8 @@ class OwnDisks(Tier, Protocol):
 
 
 class Record(Protocol):
-    """What an adapter's events say about a page. Records are immutable. They must be compact, because one is kept for
-    each announced page."""
+    """The description of a page in an adapter's events. Records are immutable. They must be compact, because one is
+    kept for each announced page."""
 
     def packed(self) -> bytes:
         """The record as bytes, as `EventBook` writes it to its file for the next process."""
@@ -67,10 +67,10 @@ class Record(Protocol):
 
 
 class Named(NamedTuple):
-    """What an adapter says about a page that a store writes.
+    """An adapter's description of a page that a store writes.
 
     Attributes:
-        record: what events say about the page.
+        record: the description of the page in events.
         lasts: whether the record has the same meaning in the next process.
     """
 
@@ -131,8 +131,8 @@ class News:
 class Announcements(CacheListener):
     """Records which media hold which pages, and what has been announced. All calls must come from one thread.
 
-    A page is recorded when a store of it begins, even if the page turns out to be stored already, or when it is found
-    in the book, which lists the pages that an earlier process left on disk.
+    A page is recorded when a store of it begins, even if the page turns out to be stored already. It is also recorded
+    when it is found in the book, which lists the pages that an earlier process left on disk.
 
     Args:
         host: host memory.
@@ -170,9 +170,9 @@ class Announcements(CacheListener):
         self._book = EventBook(path, identity, self._is_current, self._pages.__len__)
 
     def _is_current(self, entry: Entry) -> bool:
-        """Whether an entry's page is still on disk in the entry's generation. The book's thread calls this. The `words`
-        are not compared, because one page may have two descriptions: one with its tokens, and one from a store that had
-        only its hash.
+        """Whether an entry's page is still on disk in the entry's generation. The book's thread calls this. The entry's
+        `words` (its packed record) are not compared, because one page may have two descriptions: one with its tokens,
+        and one from a store that had only its hash.
         """
         page = self._pages.get(entry.key)
         return (

@@ -1,13 +1,12 @@
-"""The event book: a file beside the pages on a unit's disks that records what KV events say about each page, so that
-the next process can announce the pages that it finds on disk.
+"""The event book: a file beside the pages on a unit's disks. It contains the description of each page in KV events, so
+that the next process can announce the pages that it finds on disk.
 
-A separate thread reads and writes the file. An entry says how events describe a page. It does not say that the page
-exists, so the caller asks the disk index for that. If an entry is lost, the only consequence is that its page is not
-announced.
+A separate thread reads and writes the file. An entry describes a page, but does not prove that the page still exists,
+so the caller checks the disk index. If an entry is lost, the only consequence is that its page is not announced.
 
 After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
 pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
-page. If the record that a page left is lost too, the page stays announced until a request tries to read it.
+page. If the record of a page's removal is lost, too, the page stays announced until a request tries to read it.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Entry(NamedTuple):
         key: the page's index key.
         group: number of the KV group.
         generation: generation of the page on disk.
-        words: what events say about the page, in the adapter's form.
+        words: the page's description in events, packed by the adapter.
     """
 
     key: bytes
@@ -153,8 +152,8 @@ class EventBook:
         self._put([(STORED, entry.packed()) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Queues records that pages left the disks, whether or not the file lists the pages. If the queue is full,
-        records are dropped."""
+        """Queues records that state that these pages left the disks, whether or not the file lists the pages. If the
+        queue is full, records are dropped."""
         self._put([(GONE, key) for key in keys])
 
     def _put(self, records: list[tuple[bytes, bytes]]) -> None:
@@ -245,8 +244,8 @@ class EventBook:
             self._has_failed = True
 
     def _read(self, log: FrameLog) -> None:
-        """Offers to the engine's thread all entries whose pages have not left the disks according to later records.
-        Between frames it writes the queued records."""
+        """Passes to the engine's thread all entries whose pages have not left the disks according to later records.
+        Between frames, writes the queued records."""
         frames, gone = 0, dict[bytes, int]()
         for frame in self._paced(log.frames()):
             if frame.startswith(GONE):

@@ -1,4 +1,4 @@
-"""Tables of the engine settings that determine a block's KV, with how each setting enters the key.
+"""Tables of the engine settings that determine a block's KV. They also describe how each setting enters the key.
 
 `docs/identity.md` shows these tables, and lists the settings that must not change a key, each with a reason. A test
 fails if an engine has a setting that is neither in the tables nor in that list.
@@ -17,8 +17,8 @@ QUANTISED = ("fp8", "float8", "int8", "fp4", "mxfp")
 
 
 def is_quantised(*dtypes: object) -> bool:
-    """Whether one of the names is that of a dtype of quantised KV. Attention backends then do not only differ in the
-    order of summation: some quantise the queries too."""
+    """Whether one of the names is that of a dtype of quantised KV. With quantised KV, attention backends do not only
+    differ in the order of summation: some quantise the queries too."""
     return any(part in str(dtype).lower() for dtype in dtypes for part in QUANTISED)
 
 

@@ -1,4 +1,4 @@
-"""The message by which the scheduler side of an adapter tells a rank what to load.
+"""The message with which the scheduler's side of an adapter orders a rank to load pages.
 
 A rank and its unit first exchange the records of `flexkv.facts.ranks`. Then the scheduler's side sends each load as a
 `LoadJob`, and the rank reports every op once (`RankReports`). All these records are plain and picklable, because
@@ -18,9 +18,9 @@ class LoadJob:
 
     Attributes:
         request_id: the engine's id of the request.
-        graph: the load's ops; a graph without ops if the promise could not be kept.
-        sync: whether the step's forward pass reads the loaded blocks. It then waits for the complete load before it
-            starts or, with layerwise ops, for each layer before it reads the layer.
+        graph: the load's ops; a graph without ops if the promised pages cannot be loaded any more.
+        sync: whether the step's forward pass reads the loaded blocks. If so, the forward pass waits for the complete
+            load before it starts or, with layerwise ops, for each layer before it reads the layer.
         lost: engine blocks to report as failed if `graph` has no ops; empty otherwise.
     """
 

@@ -14,8 +14,8 @@ VOLATILE_FIELDS = {
     "_attn_implementation",
     "torch_dtype",
 }
-"""Entries of a model's configuration that never enter a key: they say from where and with what the model was loaded,
-not what it computes."""
+"""Entries of a model's configuration that never enter a key: they describe how the model was loaded, not its
+computation."""
 
 LONG_ROPE = ("longrope", "su")
 """Names of the rotary embeddings that have one set of factors for short requests and another set for long requests."""

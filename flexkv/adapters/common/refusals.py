@@ -12,8 +12,8 @@ from flexkv.errors import FlexKVError
 
 @contextlib.contextmanager
 def log_refusal(logger: logging.Logger) -> Iterator[None]:
-    """Context manager around flexkv's start. If a FlexKVError is raised inside, logs each line of its message as an
-    error, so that the reason appears in the log before the engine's own traceback."""
+    """Context manager around flexkv's start. If a FlexKVError is raised inside the `with` block, logs each line of its
+    message as an error, so that the reason appears in the log before the engine's own traceback."""
     try:
         yield
     except FlexKVError as error:

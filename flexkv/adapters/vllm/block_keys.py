@@ -97,7 +97,7 @@ class BlockKeys(ABC):
         namespace: the namespace of the request's blocks in one KV group; see `group_namespace`.
         block_tokens: number of tokens per block.
         hashes_per_block: how many of the engine's hashes a block has.
-        names: tells which names of images and other inputs are valid only in this run.
+        names: decides which names of images and other inputs are valid only in this run.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class FlexKVConnectorV1Impl:
             has more than one rank, already has a connector of flexkv, or cannot recompute a failed load although its
             policy requires it.
         KeySchemeError: the engine's block hashes are not cryptographic.
-        CapacityError: host memory does not hold one slot.
+        CapacityError: the host memory that flexkv may use is too small for one slot.
     """
 
     _worker: WorkerSide
@@ -209,8 +209,9 @@ class FlexKVConnectorV1Impl:
         return side.events.take_events() if side is not None and side.events is not None else ()
 
     def _make_side(self) -> SchedulerSide | None:
-        """Makes the scheduler's side. Returns None if no worker in this process has registered KV caches: vLLM makes
-        the scheduler's connector after that, so the worker must be in another process."""
+        """Makes the scheduler's side. Returns None if no worker in this process has registered KV caches. vLLM makes
+        the scheduler's connector after the workers have registered theirs, so in this case the worker is in another
+        process."""
         worker = local_engines.worker_of_engine(self._vllm_config.cache_config)
         if worker is None or worker.kv_config is None or (handshake := worker.handshake()) is None:
             logger.warning(

@@ -82,7 +82,7 @@ class CompletionHandler:
     def collect_early(self) -> None:
         """Handles results of workers in this process without waiting for a step's report."""
         if self._workers and self._unit.manager.inflight_ops():
-            # These are only results of steps whose outcome was reported: see `WorkerSide.take_results_early`.
+            # `take_results_early` returns only results of steps whose outcome was reported.
             for worker in self._workers:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)

@@ -212,7 +212,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self.worker.blend is not None:
-            # This is called here and not in `start_load_kv`, because vLLM may call that after the forward pass.
+            # `begin_step` is called here and not in `start_load_kv`, because vLLM may call `start_load_kv` after the
+            # forward pass.
             self.worker.blend.begin_step(cast("ConnectorMetadata", connector_metadata).blend)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -1,5 +1,5 @@
-"""Reads vLLM's configuration once, at the engine's start, for what the cache must know about the engine: its role,
-sizes and share of the node, and which modes of loads and stores it can use."""
+"""Reads from vLLM's configuration, once at the engine's start, the facts that the cache needs: the engine's role, its
+sizes, its share of the node, and the modes of loads and stores that it can use."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class EngineSpec:
         step_tokens: how many tokens the engine computes in one step at most.
         role: how the engine uses the cache.
         prompt_limit: the longest prompt that the engine accepts; None if it is not known.
-        names: tells which names of images and other inputs are valid only in this run of the engine.
+        names: decides which names of images and other inputs are valid only in this run of the engine.
         adapters: the engine's settings that change the KV of requests with an adapter; see `adapter_settings`.
         with_events: whether the engine publishes KV cache events.
         block_hash: name of the engine's hash function for blocks.
@@ -144,13 +144,13 @@ def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
     """Returns the number of units on this node, as far as vLLM's configuration shows it.
 
     Raises:
-        ConfigError: there are several data-parallel ranks, each of which would size its tiers as if it were alone. vLLM
-            does not tell the ranks of a model without experts how many there are; only the name of their engine shows
-            that there are several.
+        ConfigError: there are several data-parallel ranks, each of which would size its tiers as if it were alone. For
+            a model without experts, vLLM does not pass the number of ranks to the ranks; only the name of their engine
+            shows that there are several.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     units = int(parallel.data_parallel_size_local)
-    # vLLM tells the ranks of a model with experts how many there are, unless they are started one by one.
+    # For a model with experts, vLLM passes the number of ranks to each rank, unless the ranks are started one by one.
     told = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
     one_of_several = transfer is not None and str(transfer.engine_id).endswith(
         f"_dp{parallel.data_parallel_index}"

@@ -43,7 +43,8 @@ class EventLog(Announcements):
 
     Args:
         disk: the tier of the unit's own disks; None if the unit has none.
-        book: the file in which the engine's next process finds what to announce of the pages on disk; None for no file.
+        book: the file that describes the pages on disk, so that the engine's next process can announce them; None for
+            no file.
         identity: returns the `hash_identity` of the engine; called by `begin_book`.
     """
 

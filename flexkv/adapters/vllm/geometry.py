@@ -46,8 +46,8 @@ VECTOR_ISA = "vec"
 
 
 def required_layout(config: VllmConfig) -> str | None:
-    """Returns the physical order of the KV cache that flexkv requests from vLLM. Blocks are outermost in it, so that a
-    block is one contiguous run over all layers.
+    """Returns the physical order of the KV cache that flexkv requests from vLLM. In this order, a block is one
+    contiguous run over all layers.
 
     Returns None if an attention backend in use does not support such an order, because vLLM would then ignore the
     request and log a warning at every start. The backends in use are known if the model's layers are in this process,
@@ -74,8 +74,8 @@ def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
 def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
     """Returns how many consecutive tensor-parallel ranks hold copies of the same KV.
 
-    With MLA these are all ranks, because the latent belongs to no head. If even one layer is divided by heads, ranks
-    with different heads hold different blocks. Context parallelism, which would divide KV by tokens, is refused.
+    With MLA, all ranks hold the same KV, because the latent belongs to no head. If even one layer is divided by heads,
+    ranks with different heads hold different blocks. Context parallelism, which would divide KV by tokens, is refused.
 
     Args:
         of_heads: how many consecutive ranks have the same KV head; see `head_replicas`.
@@ -159,8 +159,8 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> 
     """Returns the number of each attention layer in its group's view. A layer that shares another layer's KV has the
     other layer's number.
 
-    The configuration does not contain layers that share KV: vLLM adds them to a copy of it after it has made the
-    connector. They are found by their tensors, which have the other layer's address.
+    The configuration does not contain layers that share KV: vLLM adds such layers to a copy of it after it has made the
+    connector. This function finds them by their tensors, which have the other layer's address.
     """
     handler = _handler(caches, config, 1)
     names = [name for group in pool_geometry(config).groups for name in group.layer_names]

@@ -38,8 +38,8 @@ class Handshakes:
         """Adds handshakes.
 
         Raises:
-            ContractError: a rank has already sent a handshake for another pool. One of the pools belongs to another
-                engine.
+            ContractError: a rank has already sent a handshake for another pool, so one of the two pools belongs to
+                another engine.
         """
         if foreign := self._foreign_pool(ranks):
             raise ContractError(foreign)
@@ -60,7 +60,8 @@ class Handshakes:
         another engine's rank. Counts such reports, and logs the first one."""
         reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})
         if not reason and report.unit != NO_UNIT:
-            # The other unit's ops may have the same numbers as ours, so its results must not be taken for ours.
+            # The other unit's ops may have the same numbers as this unit's ops, so its results must not be mistaken for
+            # ours.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
             reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
         if reason:

@@ -52,18 +52,18 @@ QUANTIZATION_FILE = "quantization_config_file"
 """The entry of `hf_overrides` with the path of a file that describes the quantisation."""
 
 OF_A_PROCESS = frozenset({"ipc_cache", "modelexpress"})
-"""Values of `--load-format` with which the weights are those of another process. That process may have read its weights
-before the model's files changed, or updated them since."""
+"""Values of `--load-format` with which the engine takes its weights from another process. That process may have read
+the weights before the model's files changed, or updated them since."""
 
 MODELS_OF_PARTS = ("text_model_id", "audio_model_id")
-"""Entries of a model's configuration with the name of another model, from which vLLM reads a part of the weights. vLLM
-asks for no revision."""
+"""Entries of a model's configuration that name another model. vLLM reads a part of the weights from that model, in no
+particular revision."""
 
 TUNING = "attn_temperature_tuning"
 """Entry of a Llama 4's configuration: whether queries are scaled by their position."""
 
 TUNED_ABOVE_TOKENS = 32768
-"""vLLM scales a Llama 4's queries if it allows longer requests than this, unless the generation config has `TUNING`."""
+"""vLLM scales a Llama 4's queries if requests may be longer than this, unless the generation config has `TUNING`."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
@@ -171,8 +171,8 @@ def _apart(config: VllmConfig) -> Any:
 
 def _seed_of_weights(config: VllmConfig) -> int | str | None:
     """Returns the seed if the weights are random, because only the same seed gives the same weights; None if the
-    weights are read from files. If the engine can receive weights, it probably gets others before its first request, so
-    that nothing identifies them: returns `RUN`."""
+    weights are read from files. If the engine can receive weights while it runs, the random weights are probably
+    replaced before the first request, and nothing identifies the new ones. The result is then `RUN`."""
     if str(config.load_config.load_format) != "dummy":
         return None
     return config.model_config.seed if getattr(config, "weight_transfer_config", None) is None else RUN
@@ -239,7 +239,8 @@ def _architecture(model: ModelConfig) -> Any:
     whole = model.hf_config if _takes_inputs(model) else model.hf_text_config
     said = plain_config(whole.to_dict())
     if getattr(model, "model_impl", None) != "transformers":
-        # vLLM's own model does not read this entry. It replaces it, but only in the process that loads the model.
+        # vLLM's own model class does not read this entry. It overwrites the entry, but only in the process that loads
+        # the model.
         for part in (said, said.get("text_config")):
             if isinstance(part, dict):
                 part.pop(TUNING, None)
@@ -256,8 +257,8 @@ def _tuning(model: ModelConfig) -> dict[str, bool]:
 
 
 def _mistral_files(config: VllmConfig) -> dict[str, str]:
-    """Returns that vLLM reads Mistral's weights files, as it does with `load_format` auto if the model's folder has
-    any, even beside others; otherwise empty."""
+    """Returns an entry that says that vLLM reads Mistral's weights files; empty if vLLM does not read them. With
+    `load_format` auto, it reads them if the model's folder has any, even beside other weights files."""
     is_auto = str(config.load_config.load_format) == "auto"
     folder = Path(str(config.model_config.model))
     return {"weights_files": "mistral"} if is_auto and any(folder.glob("consolidated*.safetensors")) else {}

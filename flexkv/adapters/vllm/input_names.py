@@ -60,10 +60,10 @@ CLIENTS_NAMES = (
 
 @dataclass(slots=True)
 class InputNames:
-    """Tells which names of an engine's inputs are valid only in this run.
+    """Decides which names of an engine's inputs are valid only in this run.
 
     Attributes:
-        of_run: whether no name is valid beyond this run. If False, names that are digests are valid in every run.
+        of_run: whether all names are valid only in this run. If False, names that are digests are valid in every run.
         run: random bytes that identify this run.
     """
 
@@ -75,7 +75,7 @@ class InputNames:
     def of(cls, config: VllmConfig) -> InputNames:
         """Reads from vLLM's configuration whether names are valid beyond this run. Warns if none is."""
         inputs = getattr(config.model_config, "multimodal_config", None)
-        # The condition is that of vLLM's `BaseRenderer._process_mm_uuids`.
+        # The condition is the same as in vLLM's `BaseRenderer._process_mm_uuids`.
         counted = (
             inputs is not None
             and inputs.mm_processor_cache_gb == 0

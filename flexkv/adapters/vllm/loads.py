@@ -179,8 +179,8 @@ class Loads:
     # --- loads ---
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """Plans the load of the `external_tokens` that the engine takes from the promise, into the `blocks` that it has
-        allocated for the request.
+        """Plans the load of `external_tokens` tokens, those of the promised tokens that the engine takes, into the
+        `blocks` that it has allocated for the request.
 
         Returns:
             The load for the workers; None if there is nothing to load.

@@ -1,9 +1,9 @@
 """Puts a prefix before hashes that vLLM makes from a client's name for an input instead of from the input's content.
 
-vLLM makes such hashes in two cases. An image of PIL may carry a UUID as its EXIF entry ImageID; vLLM then hashes only
-the UUID. Or a request names an input and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`); vLLM then
+vLLM makes such hashes in two cases. A PIL image may carry a UUID as its EXIF entry ImageID; vLLM then hashes only the
+UUID. Or a request names an input and also has options for it (`mm_processor_kwargs`, `media_io_kwargs`); vLLM then
 hashes the name with the options. Without the prefix, a scheduler could not distinguish such a hash from a digest of the
-content. The change is made in each process that makes hashes.
+content. Each process that makes hashes applies this change to vLLM.
 
 vLLM loads this module in each of its processes, so the module imports nothing large.
 """
@@ -69,7 +69,7 @@ def _has_clients_name(values: dict[str, Any]) -> bool:
 
 
 def _has_image_id(value: Any) -> bool:
-    """Whether a value is an image of PIL, with or without its bytes, for which vLLM hashes the client's UUID."""
+    """Whether a value is a PIL image (or vLLM's wrapper of one) for which vLLM hashes the client's UUID."""
     try:
         return isinstance(getattr(value, "media", value).getexif().get(IMAGE_ID), uuid.UUID)
     except Exception:  # no image, or one with damaged EXIF data, whose content vLLM hashes

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the last lookup of a request promised the engine, if it was not zero tokens.
+    """The promise that the last lookup of a request gave the engine. It is for at least one token.
 
     Attributes:
-        tokens: how many tokens were promised beyond those that the engine had itself when it asked.
-        match: the manager's answer to the lookup.
+        tokens: how many tokens were promised beyond those that the engine itself had at the lookup.
+        match: the manager's result of the lookup.
     """
 
     tokens: int
@@ -66,12 +66,15 @@ class RequestTracker(StoreRequest):
         reached: how many tokens the request's steps have computed so far, including tokens that were not accepted.
         promise: the last promise, if the engine has not loaded it yet; otherwise None.
         loading: the op of the async load in flight; None if there is none.
-        shared_tokens: how many leading tokens other requests had too, as far as the last lookup could tell.
+        shared_tokens: how many leading tokens other requests have in common with this one, according to the last
+            lookup.
         counted: whether the metrics already include the lookup for this admission of the request.
         preemptions: how many preemptions of the request its block tables reflect.
         supplied: for each tier, by its number, how many tokens of the last load it supplied.
-        made_way: whether the request's load has already waited one step for stores of the blocks that it will get.
-        unloadable: whether the engine took a promise without having blocks for it. No more tokens are then promised.
+        made_way: whether the request's load has already waited one step while the old KV of the blocks that it will get
+            was stored.
+        unloadable: whether the engine took a promise without having blocks for it. flexkv then promises the request no
+            more tokens.
         adapter_changed: whether the files of the request's adapter have changed since the adapter was first used.
             Nothing is then loaded or stored for the request any more.
     """
@@ -234,7 +237,7 @@ class RequestTable:
         look up a preempted request before the step that reports the preemption.
 
         Args:
-            preempted: called with the tracker of a preempted request, while it still has the lost blocks.
+            preempted: called with the tracker of a preempted request, while the tracker still has the lost blocks.
         """
         if tracker.block_ids:
             _lose(tracker, preempted)
@@ -272,7 +275,7 @@ class RequestTable:
 
         Args:
             started: called with the tracker of each request that gets a new block table.
-            preempted: called with the tracker of each request that loses its blocks, while it still has them.
+            preempted: called with the tracker of each request that loses its blocks, while the tracker still has them.
 
         Returns:
             The trackers of the requests for which the step computes tokens.
@@ -356,7 +359,7 @@ class RequestTable:
             return
         first, before = tracker.first_namespace, tracker.asked.ttl_s
         if before is not None and "ttl_s" in given:
-            # The shorter time holds, because a block may contain tokens of this piece and of earlier ones.
+            # The shorter time applies, because a block may contain tokens of this piece and of earlier ones.
             given["ttl_s"] = min(before, given["ttl_s"] or before)
         tracker.asked = tracker.settings = replace(tracker.asked, **given)
         if tracker.asked.namespace != first:
@@ -366,7 +369,7 @@ class RequestTable:
 
     def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest) -> None:
         """Gives a request that starts, or starts again, a new block table with these blocks."""
-        # `stale` is kept: blocks loaded before a reset have KV of the old weights until the request loses them.
+        # `stale` is not reset: blocks loaded before a reset have KV of the old weights until the request loses them.
         stale = tracker.stale
         tracker.restart()
         tracker.stale = stale

@@ -1,4 +1,5 @@
-"""The scheduler's side: calls one cache manager from the engine's hooks, and turns its plans into workers' orders."""
+"""The scheduler's side of the vLLM adapter. The engine's hooks call it. It asks one cache manager which pages to load
+and store, and makes orders for the workers from the manager's plans."""
 
 from __future__ import annotations
 
@@ -98,9 +99,10 @@ class SchedulerSide:
         """Adds handshakes of ranks, and builds the unit when all ranks have sent theirs. Until then lookups miss.
 
         Raises:
-            ContractError: a rank has already sent a handshake for another pool. One of the pools is another engine's.
-            GeometryError: the ranks do not agree.
-            CapacityError: host memory does not hold one slot.
+            ContractError: a rank has already sent a handshake for another pool, so one of the two pools belongs to
+                another engine.
+            GeometryError: the ranks' handshakes do not agree.
+            CapacityError: the host memory that flexkv may use is too small for one slot.
         """
         self.handshakes.take(ranks)
         if self.unit.state is UnitState.AWAITING_RANKS and self.handshakes.complete:
@@ -199,8 +201,9 @@ class SchedulerSide:
         """Looks the request up. Returns how many tokens flexkv promises beyond the `computed_tokens` that the engine
         has, and whether the load is async.
 
-        Returns (None, False) while more pages are read from disk. Also returns it for one step if free blocks that the
-        load may get have to be stored first. The engine then asks again in its next step.
+        Returns (None, False) while more pages of the request are read from disk. Returns (None, False) for one step,
+        too, if the load may get free blocks whose KV must be stored first. In either case the engine asks again in its
+        next step.
         """
         unit = self.unit
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
@@ -219,7 +222,7 @@ class SchedulerSide:
         tracker.stale = tracker.adapter_changed
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
-        # This starts to read the pages that the lookup has found on disk.
+        # This poll starts to read the pages that the lookup has found on disk.
         self._poll()
         if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
@@ -238,8 +241,8 @@ class SchedulerSide:
         return waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Orders the load of the `external_tokens` that the engine takes from the promise. The engine calls this after
-        it has allocated the request's blocks."""
+        """Orders the load of `external_tokens` tokens: those of the promised tokens that the engine takes. The engine
+        calls this after it has allocated the request's blocks."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         tracker = self._tracker(request)
@@ -255,8 +258,8 @@ class SchedulerSide:
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     def _tracker(self, request: Request) -> RequestTracker:
-        """Returns the request's tracker. If an earlier request with the same id still holds blocks for stores, ends its
-        hold, because the manager identifies requests by their ids.
+        """Returns the request's tracker. If an earlier request with the same id still holds blocks for stores, ends
+        that earlier request's hold, because the manager identifies requests by their ids.
         """
         if self._stores.holds:
             self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
@@ -265,7 +268,7 @@ class SchedulerSide:
     # --- the step ---
 
     def build(self, output: SchedulerOutput) -> ConnectorMetadata:
-        """Makes the orders to the workers for the step `output`. Costs O(requests + new blocks)."""
+        """Makes the workers' orders for the step `output`. Costs O(requests + new blocks)."""
         self._step += 1
         unit = self.unit
         if self.events is not None:
@@ -296,7 +299,8 @@ class SchedulerSide:
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
             self._steps.began(self._forward_step, output, sync)
-        # The unit is set even if it is disabled, because the workers' reports on these orders end its last ops.
+        # The orders name the unit even if it is disabled, because the workers' reports on these orders end the unit's
+        # last ops.
         self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
@@ -304,8 +308,8 @@ class SchedulerSide:
         return orders
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Handles the workers' reports of a step. Handles failed blocks first, so that no block that was computed from
-        them is published."""
+        """Handles the workers' reports of a step. Handles failed blocks first, so that flexkv publishes no block that
+        was computed from a failed block."""
         if output.invalid_block_ids:
             self._completions.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
@@ -313,7 +317,8 @@ class SchedulerSide:
             self._take_reports(report)
 
     def collect(self) -> None:
-        """Handles the reports of workers in this process, for a connector class that does not carry reports."""
+        """Handles the reports of workers in this process, for a connector class that does not pass reports to
+        `update`."""
         for worker in self.workers:
             if (report := worker.take_metadata()) is not None:
                 self._take_reports(report)
@@ -322,7 +327,7 @@ class SchedulerSide:
         """Ends the request. The engine calls this before it frees the request's blocks.
 
         Args:
-            blocks: the request's current blocks, by the engine's group number; None if the engine does not tell them.
+            blocks: the request's current blocks, by the engine's group number; None if the engine does not pass them.
         """
         if self.blend is not None:
             self.blend.end(request.request_id)
@@ -341,7 +346,8 @@ class SchedulerSide:
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         if not self._stores.holds or tracker.request_id not in self._stores.holds:
-            # This is called last, because it tells eviction that all blocks of the request were used together.
+            # `end_request` comes last, because it records for eviction that all blocks of the request were used
+            # together.
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
@@ -386,8 +392,8 @@ class SchedulerSide:
             self._completions.changed = True
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
-        """Orders the workers to end copies from blocks that the engine has reused, before the step writes to them.
-        `reused` has for each op the positions of its reused blocks.
+        """Orders the workers to finish copies that read blocks which the engine has reused, before the step writes to
+        those blocks. `reused` has for each op the positions of its reused blocks.
         """
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
@@ -406,7 +412,8 @@ class SchedulerSide:
         unit = self.unit
         self._poll()
         if self.events is not None:
-            # This is called here too: without it, an engine without requests would not step to announce the events.
+            # `has_work` also calls `begin_book`: an engine without requests steps only while `has_work` is true, and
+            # only a step announces events.
             self.events.begin_book()
             if self.events.has_more:
                 return True
@@ -498,14 +505,15 @@ class SchedulerSide:
             return
         for worker in self.workers:
             worker.close_lanes()
-        # This publishes the stores that these workers have finished, so that the unit's close writes them to other
-        # tiers.
+        # `collect_early` publishes the stores that these workers have finished, so that `unit.close` writes their pages
+        # to other tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
         if self.events is not None:
             # The events are closed after the unit, because the unit's close still writes pages that wait for the disk.
             self.events.close()
-        # Workers come last: vLLM may kill its core process seconds after asking it to end, and page writes come first.
+        # The workers are closed last: vLLM may kill its core process seconds after it asks the process to end, and the
+        # unit must have written its pages by then.
         for worker in self.workers:
             worker.close()

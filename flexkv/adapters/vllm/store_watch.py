@@ -2,11 +2,11 @@
 reuses them.
 
 The engine does not reuse a block that a request holds, so the blocks of live requests need no limit. A request that
-ends may leave blocks whose copy is in flight, and blocks for whose copy there was no slot yet. They keep their content
-until the engine reuses them. They are in the engine's free queue, which hands out the most recently used blocks last.
-So flexkv watches them there for a bounded time, without a reference. With a reference, `reset_prefix_cache` would fail
-before it calls any connector, and requests would wait or be preempted when memory is short. Without one, the engine can
-reuse a block as soon as it needs it.
+ends may leave blocks whose copy is in flight, and blocks for whose copy there was no slot yet. These blocks keep their
+content until the engine reuses them. They are in the engine's free queue, which hands out the most recently used blocks
+last. So flexkv watches them in the queue for a bounded time, and takes no reference. With a reference,
+`reset_prefix_cache` would fail before it calls any connector, and requests would wait or be preempted when memory is
+short. Without one, the engine can reuse a block as soon as it needs it.
 
 The engine's pool calls back when it reuses a watched block or resets (`BlockPool.unpin_blocks`). If a copy of the block
 is in flight, the step's metadata orders every worker to end the copy before the worker's forward pass may write to the
@@ -83,7 +83,7 @@ class BlockWatch(StoreWatch):
         self._unheld += len(blocks)
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Adds an op that stores blocks of a hold, which must be `still_held`. Does not move the blocks within the
+        """Adds an op that stores blocks of a hold. The blocks must be `still_held`. Does not move the blocks within the
         engine's free queue."""
         self._enter(op_id, blocks)
         self._count_unheld(op_id)

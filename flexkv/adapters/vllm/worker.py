@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
-"""How long the worker's thread waits for a copy from a block before a forward pass that writes to the block. In plain
-memory it waits until the copy has ended; on a GPU until the copy is enqueued, for which no forward pass has to end. If
-the time runs out, the page counts as failed. A lost page costs a recompute later, but a waiting thread delays every
-running request now."""
+"""Most seconds that the worker's thread waits for copies out of blocks that the next forward pass writes. In plain
+memory, the thread waits until the copies have ended. On a GPU, it waits only until they are enqueued, for which no
+forward pass has to end. If the time runs out, the pages count as failed. A lost page costs a recompute later, but a
+waiting thread delays every running request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
@@ -56,7 +56,7 @@ class WorkerSide(RankWorker):
         layer_stores: the layerwise stores of the current step; `busy` while there are any.
         settled_step: number of the last step whose outcome, with all its failures, was reported to a scheduler in this
             process; 0 if the scheduler runs in another process.
-        reports: the reports to the unit that ordered the current step, which the engine's hooks carry.
+        reports: the reports to the unit that ordered the current step; the engine's hooks send them.
         blend: this rank's part in blending; None if blending is off.
     """
 
@@ -245,8 +245,8 @@ class WorkerSide(RankWorker):
             self._ops.finish_stores([*orders.settled, *orders.stores])
 
     def _begin_step(self, orders: ConnectorMetadata) -> bool:
-        """Begins the step if no earlier hook of it has done so. Every hook calls this, because not all connector
-        classes pass on all hooks. Reports then go to the unit that ordered the step.
+        """Begins the step if no earlier hook of the same step has begun it. Every hook calls this method, because not
+        all connector classes pass on all hooks. Reports then go to the unit that ordered the step.
 
         Returns:
             Whether this rank's own unit ordered the step. If another unit did, all ops of the step were refused.
@@ -295,11 +295,12 @@ class WorkerSide(RankWorker):
         return StepReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:
-        """Returns results of ops to a scheduler in this process before the step's report does, and removes them.
+        """Returns results of ops to a scheduler in this process before the step is reported, and removes them.
 
-        Returns only results of steps whose outcome the scheduler knows. In a later step, a load of flexkv's or of
-        another connector's may have failed. Blocks that were computed from that load must not be published before the
-        engine has discarded their tokens. With two batches in flight, a step is reported after the next one has run.
+        Returns only results of steps whose outcome the scheduler knows. In a later step, a load may have failed, either
+        one of flexkv or one of another connector. Blocks that were computed from that load must not be published before
+        the engine has discarded their tokens. With two batches in flight, a step is reported after the next one has
+        run.
         """
         self._ops.poll()
         return self._ops.reports.take_settled(self.settled_step)

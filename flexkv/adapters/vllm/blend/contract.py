@@ -1,4 +1,4 @@
-"""Checks at the engine's start what blending assumes about the engine and its model.
+"""Checks at the engine's start whether the engine and its model have the properties that blending assumes.
 
 vLLM guarantees neither the structure of its models nor that of its forward context. If either differs from what
 blending needs, blending is off: one warning says why, and every request is computed completely.

@@ -11,10 +11,10 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
 WAITS = 2
-"""Number of times that a request waits before its segments can be loaded: for free slots in host memory, and for reads
-from disk. If layers are streamed, there is a third wait, for the first layers, which this does not count. Each wait,
-and the load after them, gets an equal share of `load.deadline_s`, because after this deadline the request is computed
-without any segment."""
+"""Number of times that a request waits before its segments can be loaded: once for free slots in host memory, and once
+for reads from disk. If layers are streamed, the request also waits for the first layers; `WAITS` does not count this
+wait. Each wait, and the load after them, gets an equal share of `load.deadline_s`, because after this deadline the
+request is computed without any segment."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:

@@ -38,7 +38,7 @@ ANOTHER_RANK = "another rank's log says what"
 
 @dataclass(frozen=True, slots=True)
 class LaterLayers:
-    """What the layers after the check layer compute.
+    """The inputs of the layers after the check layer, and the rows that these layers compute.
 
     Attributes:
         context: vLLM's forward context for these layers.
@@ -62,10 +62,10 @@ class BlendForward:
     """Runs blended forward passes of one model.
 
     Args:
-        model: a vLLM model whose decoder is `model.model`, with layers of the form
-            `layer(positions, hidden_states, residual)` whose attention is `self_attn.attn`.
-        check_layer: number of the layer whose fresh keys are compared with the cached ones. It and the layers before it
-            compute all rows.
+        model: a vLLM model whose decoder is `model.model`. A decoder layer is called as `layer(positions,
+            hidden_states, residual)`, and its attention is `layer.self_attn.attn`.
+        check_layer: number of the layer whose fresh keys are compared with the cached ones. The check layer and the
+            layers before it compute all rows.
         run_rows: reused rows are computed again in runs of this many adjacent rows; see `rows_to_keep`.
 
     Attributes:
@@ -119,7 +119,7 @@ class BlendForward:
 
         Raises:
             RowsLost: cached rows were lost on some rank. The slots of the batch's rows then have undefined content; the
-                same call without the lost rows writes them all again.
+                same call without the lost rows writes all these slots again.
             CachedRowsError: flexkv's work has failed on some rank, and the step cannot continue.
         """
         positions = positions[: batch.rows]
@@ -176,14 +176,14 @@ class BlendForward:
         self, batch: BatchRows, reused: Sequence[ReusedRows], cached: CachedRows, fresh: Any
     ) -> NDArray[np.bool_]:
         """Returns which rows later layers compute, equal on every rank. If loading cached rows has failed on some rank,
-        these are all rows, which is possible because so far every layer has computed all rows.
+        later layers compute all rows. This is possible because so far every layer has computed all rows.
 
         Raises:
             CachedRowsError: some rank's cached rows failed, and are still being copied at the deadline.
             RowsLost: some rank's cached rows are lost, and nothing else has failed.
         """
         # The last three elements are flags: rows are lost, something else has failed, copies are still in flight. A
-        # rank that fails must take part in the reduction too, because the others wait for it.
+        # rank that fails must take part in the reduction too, because the other ranks wait for it.
         difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
         cached.compare(self.check_layer, fresh, difference)
         failure = cached.failure

@@ -45,7 +45,7 @@ class LoadedRows:
 
     Args:
         rows: the loaded rows, which are rotated when they are read.
-        on: the device on which they are rotated.
+        on: the device on which the rows are rotated.
         dtype: the dtype of the engine's KV cache.
         pool: the device of the engine's pool.
     """
@@ -59,7 +59,7 @@ class LoadedRows:
 
 
 class LoadedLayers:
-    """The `RowLayers` of a `LoadedRows`.
+    """The layers of a `LoadedRows`; implements `RowLayers`.
 
     Args:
         layers: the pipeline that loads and rotates the layers.

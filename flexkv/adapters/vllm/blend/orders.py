@@ -1,4 +1,5 @@
-"""The scheduler's orders for blending, which a step carries to the ranks, and the ranks' reports. All are picklable."""
+"""The scheduler's orders for blending, which the engine sends to the ranks with each step, and the ranks' reports. All
+are picklable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads one rank's segments for requests, and captures new segments from forward passes."""
+"""Loads one rank's cached segments for requests, and captures new segments from forward passes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BlendPages:
         """The fetch of each request's segments to host memory. When it has ended, the request's load begins."""
         self._loads: dict[RequestId, SegmentLoad] = {}
         self._coming: dict[RequestId, SegmentOrder] = {}
-        """The orders, by request, whose outcome has not been reported yet."""
+        """The load orders, by request, whose outcome has not been reported yet."""
         self._captures: dict[RequestId, Capture] = {}
         self._stores: dict[SegmentStore, NewSegment] = {}
         """The captured segments that are being stored in host memory, in the order in which their stores began."""
@@ -120,7 +120,7 @@ class BlendPages:
             self._begin_fetch(order)
 
     def _stores_of(self, order: SegmentOrder) -> list[SegmentStore]:
-        """Returns the stores in flight of segments that begin with the same block as one of the request's segments."""
+        """Returns the stores in flight whose segment begins with the same block as one of the request's segments."""
         if not self._stores:
             return []
         wanted = {self.cache.scheme.keys(tokens, order.caller).first for tokens in order.segments}
@@ -154,7 +154,7 @@ class BlendPages:
 
     def _has_arrived(self, order: SegmentOrder) -> bool:
         """Begins a request's load if its segments are in host memory or being streamed there. Returns whether enough
-        has arrived for a forward pass to begin.
+        layers have arrived for a forward pass to begin.
         """
         request = order.request
         if request not in self._loads:
@@ -174,7 +174,7 @@ class BlendPages:
         if self._first_layers is None:
             return not load.moves
         has_come = load.has_layers(self._first_layers)
-        # This is called after `has_layers`, because `has_layers` counts a failed read as arrived.
+        # `_drop_lost` comes after `has_layers`, because `has_layers` counts a failed read as arrived.
         self._drop_lost(load)
         return has_come
 

@@ -1,5 +1,5 @@
 """The scheduler's side of blending: decides which requests are blended, waits until their segments are loaded, and
-tells the ranks which rows these requests have in each step.
+orders the ranks to reuse or capture rows of these requests in each step.
 
 The calls for a blended request are, in this order: `enter` when it enters the engine's queue; `match` when the engine
 looks it up, repeatedly until every rank has loaded its segments; `chunk` in each step that computes tokens of its
@@ -58,7 +58,8 @@ class Phase(Enum):
     LOADING = "loading"
     """The ranks were ordered to load the segments."""
     READY = "ready"
-    """Every rank has reported its load, and the rows that all ranks have are known; or there is nothing to load."""
+    """Every rank has reported its load, and the rows that all ranks have loaded are known. A request without segments
+    to load is READY, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -154,8 +155,8 @@ class BlendRequests(CacheListener):
         """Called when a request enters the engine's queue. Accepts the request for blending, or counts why it is not
         accepted.
 
-        If a request that is not blended has a blended request's salt, it does not read the engine's prefix cache,
-        because a blended request with that salt may have left inexact blocks there.
+        If a request is not blended but has a salt for blended requests, flexkv keeps it from reading the engine's
+        prefix cache, because a blended request with that salt may have left inexact blocks there.
         """
         request, ask = tracker.request, tracker.asked.blend
         if ask is None:
@@ -304,8 +305,8 @@ class BlendRequests(CacheListener):
         self._loading.discard(blended.request_id)
 
     def chunk(self, tracker: RequestTracker) -> None:
-        """Orders what the ranks do with a request's rows in this step. Called in each step that computes tokens of the
-        request, after its tracker was updated."""
+        """Orders the ranks to reuse or capture a request's rows in this step. Called in each step that computes tokens
+        of the request, after its tracker was updated."""
         blended = self._live.get(tracker.request_id)
         if blended is None:
             return
@@ -345,7 +346,7 @@ class BlendRequests(CacheListener):
         self.orders.forget = True
 
     def on_erase(self, name: str) -> None:
-        """Drops all segments, because nothing tells the ranks which segments belong to the erased namespace."""
+        """Drops all segments, because the ranks cannot tell which segments belong to the erased namespace."""
         self.reset()
 
     # --- the step ---
@@ -378,13 +379,15 @@ class BlendRequests(CacheListener):
     # --- ends ---
 
     def _give_up(self, blended: BlendedRequest, why: BlendResult) -> None:
-        """Stops blending the request, which is then computed completely. Its blocks are still not stored."""
+        """Stops blending the request, so that the engine computes all its tokens. flexkv still does not store its
+        blocks."""
         del self._live[blended.request_id]
         self._release(blended)
         self._count_once(blended, why)
 
     def _release(self, blended: BlendedRequest) -> None:
-        """Releases the request's pages on all ranks. If the request is looked up again, they are loaded again."""
+        """Releases the request's pages on all ranks. If the engine looks the request up again, its segments are loaded
+        again."""
         if blended.phase is not Phase.NEW:
             self._held_pages -= blended.pages
             unsent = [order for order in self.orders.load if order.request == blended.request_id]

@@ -1,5 +1,5 @@
-"""Arithmetic on the rows of a batch: where a request's rows are, which of them later layers compute, and which runs
-these form."""
+"""Arithmetic on the rows of a batch: where a request's rows are, which rows later layers compute, and how these rows
+are divided into runs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ TESTS = ("the model layer by layer", "a ratio of 1", "the oracle")
 
 
 class KnownRows:
-    """Cached rows that were taken from one full computation. Both a `RowSource` and its `RowLayers`."""
+    """Cached rows that were taken from one full computation. Implements `RowSource` and `RowLayers`."""
 
     def __init__(self, planes: Sequence[Planes], rows: Numbers) -> None:
         self._planes, self._rows = planes, rows
@@ -201,8 +201,9 @@ class SelfTest:
         whole: Any,
         limits: Limits,
     ) -> float:
-        """Returns the largest error of a kept row, in its keys in any layer after the check layer or in its output. The
-        unit is the error that rounding explains there. The rows that are not kept are taken from a full computation.
+        """Returns the largest error of a kept row, as a multiple of the error that rounding explains. Compares the
+        row's keys in each layer after the check layer, and its output. The rows that are not kept are taken from a full
+        computation.
 
         Args:
             rows: the numbers of the reused rows.
