@@ -25,7 +25,7 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    It does not raise ImportError, which SGLang takes for a missing package: SGLang's own message would hide this one.
+    It does not raise ImportError, because SGLang would report a missing package instead of this error's message.
 
     Args:
         module: name of the imported module.

@@ -21,9 +21,9 @@ NOT_FINISHED = "the step's forward did not come to its end"
 class LayerLoads:
     """The layerwise loads of one step.
 
-    The forward pass does not notice if a load fails or misses `load.deadline_s`. Its results are then wrong, and the
-    load's failed blocks are in the step's report when `finish` returns. If the forward pass did not wait for every
-    layer, `finish` fails all of the step's loads, because a layer may have been read too early.
+    The forward pass does not notice if a load fails or misses `load.deadline_s`. The results of the pass are then
+    wrong, and the load's failed blocks are in the step's report when `finish` returns. If the forward pass did not wait
+    for every layer, `finish` fails all of the step's loads, because a layer may have been read too early.
 
     Attributes:
         busy: whether loads of a step have begun and the step's forward pass has not finished.

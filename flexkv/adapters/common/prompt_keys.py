@@ -45,8 +45,8 @@ class TokenKeys:
 
 
 def without_salt(salt: str) -> bytes:
-    """The token chain's seed for a prompt without a salt (empty), in an engine that replaces salts by numbers of its
-    own.
+    """The token chain's seed for a prompt without a salt (empty), in an engine that replaces each salt by a number of
+    its own.
 
     Raises:
         PluginCallError: the prompt has a salt. Its keys cannot be computed here, because the engine's number for the

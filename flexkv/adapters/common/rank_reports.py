@@ -1,4 +1,4 @@
-"""What one rank reports to the scheduler's side: the results of its ops, the requests whose loads have finished, and
+"""The reports of one rank to the scheduler's side: the results of its ops, the requests whose loads have finished, and
 the blocks that hold no valid KV.
 """
 
@@ -46,7 +46,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A finished op's terminal result, with what determines when the result may be taken.
+    """A finished op's terminal result, with the facts that decide when the result may be taken.
 
     Attributes:
         result: the terminal result.
@@ -60,7 +60,7 @@ class Ended:
 
 
 class RankReports:
-    """Collects what one rank has to report until the next report.
+    """Collects the facts that one rank has to report, until its next report.
 
     Attributes:
         ended: terminal results that have not been taken yet, in order of arrival.

@@ -90,8 +90,8 @@ class RankWorker:
         self._plugins: PluginLauncher | None = None
 
     def make_mover(self) -> Any:
-        """The mover of the host lanes; None for the transfer engine's own. Subclasses override this to decorate the
-        mover."""
+        """The mover, the object that copies the pages of host lanes; None for the transfer engine's own. Subclasses
+        override this method to wrap the mover."""
         return None
 
     def take_pool(self, groups: Sequence[RankPool]) -> None:
@@ -99,7 +99,7 @@ class RankWorker:
         them. If several ranks hold the same bytes, only the first of them stores.
 
         If this rank already serves a unit, that unit was made for an earlier pool. The rank then refuses every later
-        op, so that a block number of the earlier pool is never taken for a block of the new pool.
+        op, so that a block number of the earlier pool is never mistaken for a block of the new pool.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
@@ -239,7 +239,8 @@ class RankWorker:
         loads to `layer_loads`. Must be called after the loads were submitted, just before the forward pass.
 
         Args:
-            by_layer: whether the forward pass waits for each layer. If False, layerwise loads are treated like others.
+            by_layer: whether the forward pass waits for each layer. If False, layerwise loads are treated like other
+                loads.
 
         Returns:
             Whether any of the loads was not passed to `layer_loads`.

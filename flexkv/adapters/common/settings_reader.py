@@ -1,5 +1,5 @@
-"""Reads the settings that callers give in requests (`RequestSettings`). Only exact values are accepted, but no value
-fails a request.
+"""Reads the settings that callers give in requests (`RequestSettings`). Only exact values are accepted, but a bad value
+does not make the request fail.
 
 No engine lets its connector check the fields while the request can still be refused, and an exception in vLLM's
 scheduler ends the engine with all its requests. So an unreadable setting is logged as a warning and counted. If the
@@ -51,7 +51,7 @@ class SettingsReader:
         self._left_out = 0
 
     def take(self, request_id: str, place: str, name: str, value: object, given: Given) -> None:
-        """Adds a known setting to `given`. If two names set the same field, the more restrictive value holds.
+        """Adds a known setting to `given`. If two names set the same field, the more restrictive value applies.
 
         Args:
             request_id: the engine's id of the request, for the log.

@@ -41,8 +41,8 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
 
 
 def weights_content(model: str, revision: str | None, resolved: str | None = None) -> WeightsContent:
-    """Which of the weights must be read completely, because no commit identifies them. Arguments and errors are those
-    of `weights_identity`.
+    """The weights that must be read completely, because no commit identifies them. Arguments and errors are those of
+    `weights_identity`.
     """
     name = _name_of(model, revision, resolved)
     if not name:

@@ -172,8 +172,9 @@ def _all(call: str) -> list[Any]:
 @_hook("begin_update", f"{_UPDATER}.begin_weight_update", HookType.BEFORE)
 @_hook("end_update", f"{_UPDATER}.end_weight_update", HookType.BEFORE)
 def _tell_of_weights(*_arguments: object, **_named: object) -> None:
-    """SGLang calls the first method for every update of weights in place (from disk, tensors, IPC or distributed),
-    before the first byte changes. Between the other two, weights may also be written by RDMA, without a call."""
+    """SGLang calls `_observe_weight_load` for every update of weights in place (from disk, tensors, IPC or
+    distributed), before the first byte changes. Between `begin_weight_update` and `end_weight_update`, weights may also
+    be written by RDMA, without a call."""
     global _weights_changed
     _weights_changed = True
     for listener in _all("new_weights"):

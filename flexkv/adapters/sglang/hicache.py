@@ -50,8 +50,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             raise GeometryError(
                 f"attention context parallelism of {storage_config.attn_cp_size}; flexkv works with 1"
             )
-        # SGLang lets only the first of several ranks store latents, because it takes a storage for one that the ranks
-        # share. Each rank has its own here, and a page that one rank lacks is no hit.
+        # SGLang lets only the first of several ranks store latents, because it assumes that the ranks share one
+        # storage. With flexkv, each rank has its own storage, and a page that one rank lacks is no hit.
         storage_config.is_mla_model = False
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
@@ -80,8 +80,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
                 f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
             )
-        # The hook is installed first. If it is missing, this method fails, and then the storage must not hold any
-        # memory or folders.
+        # The hook is installed before anything is allocated. If SGLang lacks the function to hook, this method raises,
+        # and a refused storage must not hold memory or folders.
         watch(self, "new_weights", "emptied")
         super().register_mem_pool_host(mem_pool_host)
         pool = view_of_host_pool(mem_pool_host)
@@ -104,7 +104,8 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             cache.close()
             raise
         if weights_changed():
-            # SGLang attaches this storage to a running engine, whose weights the namespace does not identify.
+            # SGLang attaches this storage to a running engine whose weights have changed, so the namespace does not
+            # identify them.
             self._batches.new_weights()
 
     @log_refusal(logger)
@@ -180,9 +181,9 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
 
 def _kv_dtype(mem_pool_host: Any, server_args: Any) -> str:
-    """Name of the dtype of the pages' numbers. A host pool holds every kind of fp8 as bytes, so the argument
-    distinguishes them. If that is `auto`, the files that say how the model is quantised decide, and these are in the
-    namespace."""
+    """Name of the dtype of the pages' numbers. A host pool holds every kind of fp8 as bytes, so the name includes
+    SGLang's argument `kv_cache_dtype`. If the argument is `auto`, the files that describe the model's quantisation
+    determine the dtype, and these files are in the namespace."""
     if mem_pool_host.dtype != torch.uint8:
         return str(mem_pool_host.dtype)
     return f"{mem_pool_host.dtype}, {server_args.kv_cache_dtype}"

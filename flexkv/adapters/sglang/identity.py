@@ -49,7 +49,7 @@ STAGE_LAYERS = "SGLANG_PP_LAYER_PARTITION"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place among all ranks that hold KV. Every rank has its own cache.
+    """The position of one rank among all ranks that hold KV. Every rank has its own cache.
 
     Attributes:
         name: the rank's numbers and the sizes of its groups, such as `dp0.pp0of1.tp1of2`. Everything after the first
@@ -85,7 +85,7 @@ class Place:
             stage += f".from{sum(map(int, layers.split(',')[: parallel.pp_rank]))}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
         if parallel.attn_tp_size != parallel.tp_size:
-            # Ranks of the same number hold other heads than without data parallelism of the attention.
+            # With data-parallel attention, a rank of the same number holds different heads than without it.
             rank += f".attn{parallel.attn_tp_rank}of{parallel.attn_tp_size}"
         is_whole = parallel.tp_size == parallel.pp_size == 1
         is_alone = parallel.attn_tp_size == parallel.pp_size == parallel.attn_cp_size == 1
@@ -146,8 +146,8 @@ def _fields(
 
 
 def _apart(server_args: Any, config: FlexKVConfig) -> dict[str, Any]:
-    """Anything else that the KV may depend on, by kind, such as adapters, weights besides the model's, special kernels.
-    Kinds that this engine does not use are left out."""
+    """Other facts on which the KV may depend, by kind: adapters, weights besides the model's, special kernels. Kinds
+    that this engine does not use are left out."""
     found = {
         "adapters": _adapters(),
         "other_weights": _other_weights(server_args),
@@ -256,8 +256,8 @@ def _kernels(server_args: Any) -> str:
 
 
 def _unnamed_weights(server_args: Any) -> str:
-    """Random digits if the engine does not read its weights from the model's files, because the content of these files
-    may have changed since they were read, or the weights since then; empty if it reads the files."""
+    """Random digits if the engine does not read its weights from the model's files, because then its weights may differ
+    from the files' content. Empty if the engine reads the files."""
     if (
         files_of_format(server_args.load_format) not in NOT_OF_FILES
         and server_args.weight_cache_mode == "off"

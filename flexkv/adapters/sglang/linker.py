@@ -33,9 +33,9 @@ logger = get_logger(__name__)
 class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     """One rank's linker. SGLang's scheduler thread calls all methods.
 
-    SGLang needs the same answers from all ranks. Therefore `load` never refuses, `offload` refuses only pages that a
+    SGLang needs the same results from all ranks. Therefore `load` never refuses, `offload` refuses only pages that a
     request's settings exclude, and offloads complete in the order in which they began. If a rank has no free slots,
-    only the result of the completion shows this. SGLang reduces the results over its ranks.
+    only the result of the completed offload shows this. SGLang reduces the results over its ranks.
 
     Args:
         server_args: SGLang's arguments.
@@ -88,8 +88,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         try:
             watch(self, "new_weights", "end_copies")
             watch(self._requests, "enter", "begin_insert")
-            # SGLang reduces lookups over its ranks, so either all ranks must prefetch or none. Therefore this depends
-            # on nothing but the settings.
+            # SGLang reduces lookups over its ranks, so either all ranks must prefetch or none. Therefore the decision
+            # depends only on the settings.
             if config.disk.folders and config.disk.prefetch_requests:
                 watch(self, "prefetch")
             if params.enable_kv_cache_events:
@@ -111,8 +111,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         watch(self._events, "begin_walk", "add_to")
 
     def make_mover(self) -> Any:
-        """The mover of the host lanes; None for the transfer engine's own. Subclasses override this to decorate the
-        mover."""
+        """The mover, which copies the pages of host lanes; None for the transfer engine's own. Subclasses override this
+        method to wrap the mover."""
         return None
 
     # --- lookups ---

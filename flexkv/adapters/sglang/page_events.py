@@ -33,7 +33,8 @@ from flexkv.facts.keys import Keys
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
 CALLERS = 1024
-"""Most callers for which an event with the common fields of the caller's pages is kept. The pages share this event."""
+"""Most callers for which a shared event is kept. It holds the fields that are equal in the events of all the caller's
+pages."""
 
 _encode = Encoder().encode
 _decode = Decoder().decode
@@ -51,7 +52,8 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """What events say about one page. Packed for a file, it is a MessagePack array of the fields of SGLang's event.
+    """The description of one page in events. Packed for a file, it is a MessagePack array of the fields of SGLang's
+    event.
 
     Attributes:
         of_caller: an event without hashes, tokens and medium, which all pages of a caller share.

@@ -44,7 +44,7 @@ class RankCache(RankWorker):
         pool: the pool that pages are loaded into and stored from.
         owner: the owner of the pages, whose namespace the keys use.
         stream_of: `current_stream` of `RankWorker`.
-        mover: the mover of the host lanes; None for the transfer engine's own.
+        mover: the mover, which copies the pages of host lanes; None for the transfer engine's own.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
         rank: the engine's number of the rank, for its plugins.
@@ -189,8 +189,8 @@ class RankCache(RankWorker):
         stream: int | None,
         ttl_s: int | None = None,
     ) -> StorePlan:
-        """Starts to store the pages that are not stored yet, as far as there are free slots. Returns the plan, whose
-        graph, if it has one, has been submitted.
+        """Starts to store the pages that are not stored yet, as far as there are free slots. Returns the plan. If the
+        plan has a graph, the graph has been submitted.
 
         Args:
             watcher: called once for each op of the plan's graph, when the op has finished.
@@ -298,8 +298,8 @@ class RankCache(RankWorker):
         """Forgets everything stored so far, and changes the namespace, so that no other run finds pages that are stored
         from now on.
 
-        The former namespace identifies the weights with which the engine was started. Nothing identifies its current
-        weights.
+        The former namespace identifies the weights with which the engine was started. Nothing identifies the engine's
+        current weights.
         """
         self._tree_is_old, self._stored_old = True, False
         self.manager.reset()
@@ -307,7 +307,7 @@ class RankCache(RankWorker):
         self.counters.add("flexkv_resets_total")
 
     def tree_emptied(self) -> None:
-        """Must be called when the engine has emptied its tree, and no store of KV that was in it is in flight.
+        """Must be called when the engine has emptied its tree, and no store of KV from the tree is in flight.
 
         Between new weights and this call, the engine may store KV that the former weights computed, or that depends on
         such KV. All that was stored in between is forgotten.

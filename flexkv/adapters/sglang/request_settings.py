@@ -32,8 +32,8 @@ class RequestBook(EngineListener):
         """The settings of the request whose KV the engine's tree is inserting; NO_SETTINGS if it inserts none."""
 
     def enter(self, request: Any) -> None:
-        """Called whenever a request enters a queue. Reads the request's settings, and adds the namespace among them to
-        the request's extra key, which enters SGLang's page hashes and tree. Idempotent.
+        """Called whenever a request enters a queue. Reads the request's settings. If they contain a namespace, adds it
+        to the request's extra key, which enters SGLang's page hashes and tree. Idempotent.
         """
         custom = getattr(request.sampling_params, PLACE, None)
         if not isinstance(custom, Mapping) or self._requests.get(request.rid) is request:

@@ -44,7 +44,7 @@ class EngineArguments:
         prompt_limit: the limit from `max_seq_len`; None if that argument is not given. The engine then chooses a limit
             that depends on the model and the memory.
         in_key: plain values of other arguments that determine KV, by their names in the key.
-        attention: limits of which tokens a token attends to; empty if it attends to all before it.
+        attention: settings that limit to which tokens a token attends; empty if a token attends to all earlier tokens.
         random_weights: whether the weights are random, so that no file identifies them.
         remote_code: whether Python files in the model's folder are part of the model.
         draft_model: folder or hub name of the draft model; empty if there is none.

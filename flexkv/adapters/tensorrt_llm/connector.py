@@ -34,7 +34,7 @@ class FlexKVWorker(WorkerBase):
     supports_attention_dp = False
 
     side_class: type[WorkerSide] = WorkerSide
-    """The class that runs the lanes; a subclass may decorate the mover of the lanes."""
+    """The class of `side`. A subclass may set another class, for example to wrap the mover, which copies the pages."""
 
     @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:

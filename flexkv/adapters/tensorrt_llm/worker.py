@@ -26,7 +26,8 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Awaited:
-    """The load or store of a request whose id the engine has passed to `finished`, and `finished` has not yet returned.
+    """A load or store of a request, from the moment when the engine passes the request's id to `finished` until
+    `finished` returns the id.
 
     Attributes:
         started: whether the order has arrived and its ops were submitted, or it is certain that no order will arrive.
@@ -99,8 +100,8 @@ class WorkerSide(RankWorker):
         self._step, self._in_forward = metadata.step, metadata.computes
         self._join(metadata.address)
         self._receive()
-        # This discards the failed blocks of loads between steps. No forward pass reads these blocks, because `finished`
-        # does not return the ids of such loads.
+        # `take_failed_blocks` discards the failed blocks of loads between steps. No forward pass reads these blocks,
+        # because `finished` does not return the ids of such loads.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
@@ -177,8 +178,8 @@ class WorkerSide(RankWorker):
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
         """Starts the stores and loads of requests that the engine passes here for the first time.
 
-        The id of a load that lost blocks is not returned, because the engine would count the blocks as loaded. Its
-        request waits until it is cancelled.
+        The id of a load that lost blocks is not returned, because the engine would count the blocks as loaded. The
+        request waits until the engine cancels it.
 
         Args:
             saving: ids of requests whose stores may start.

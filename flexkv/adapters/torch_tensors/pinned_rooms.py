@@ -98,7 +98,7 @@ class PinnedRooms:
         room = self._free_room(key, rows)
         memory = pageable(rows) if room is None else room.memory
         source.copy_to(memory)
-        # Each plane is copied separately, because a plane is contiguous on both sides. torch would copy tensors that
+        # Each plane is copied separately, because a plane is contiguous in both memories. torch would copy tensors that
         # are not contiguous through memory that is not pinned.
         for to, plane in zip(rows, memory, strict=True):
             to.copy_(plane, non_blocking=True)

@@ -82,7 +82,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     """The worker's side. Only a connector in the worker's role has this attribute."""
 
     worker_class: type[WorkerSide] = WorkerSide
-    """The class of `worker`. A subclass of the connector may set another class, for example to decorate the mover."""
+    """The class of `worker`. A subclass of the connector may set another class, for example to wrap the worker's
+    mover."""
 
     def __init_subclass__(cls) -> None:
         _make_known(cls)
