@@ -72,8 +72,8 @@ class KvShape:
 
     @property
     def carrier(self) -> np.dtype:
-        """The unsigned NumPy dtype of the same size, in whose arrays the elements' bits are kept, because NumPy has no
-        bfloat16."""
+        """The unsigned integer dtype of NumPy with the size of one element. Arrays of this dtype hold the elements'
+        bits, because NumPy has no bfloat16."""
         return np.dtype(f"u{self.element_bytes}")
 
     @property
@@ -89,8 +89,8 @@ class Hit:
         segment: number of the segment in the lookup.
         tokens: number of tokens.
         blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
-        tickets: one ticket for the full blocks, and one for the tokens after the last full block; each only if there
-            are any.
+        tickets: one ticket for the load of the full blocks, and one for the load of the tokens after the last full
+            block. A hit without full blocks, or without such tokens, has one ticket.
         requests: ids of the manager's requests, one per ticket.
         streamed: whether pages were still being read from disk when the load began.
     """

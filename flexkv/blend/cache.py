@@ -100,9 +100,9 @@ class SegmentCache:
         """Begins to load the cached leading part of each segment.
 
         A segment is a miss if the staging pool has too few free blocks for it. Full blocks on disk are loaded layer by
-        layer while they are being read. For the tokens after the last full block, this method waits up to
-        `disk.wait_s`. If it raises, only staging blocks of copies in flight stay in use, until the copies have
-        finished.
+        layer while they are being read. This method waits until the tokens after the last full block are in host
+        memory, at most `disk.wait_s` and at most `deadline_s`. If it raises, it frees all staging blocks except those
+        of copies in flight. The latter are freed when the copies have finished.
 
         Args:
             segments: tokens of each segment; None for a segment to skip.
@@ -125,8 +125,9 @@ class SegmentCache:
         return SegmentLoad(self._moves, [Hit(0, tokens, blocks, (), ())], self.deadline_s)
 
     def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
-        """Begins to read the cached leading part of each segment into host memory, from which it is then loaded. Never
-        waits: the caller calls the result's `begin_load` repeatedly, and `poll` in between.
+        """Begins to read the cached leading part of each segment into host memory. The returned object then loads the
+        parts from there. Nothing waits: the caller repeatedly calls the returned object's `begin_load`, and this
+        cache's `poll` in between.
 
         Precondition: if there are folders, `SegmentFolders.asks_again` is set.
 
@@ -249,14 +250,15 @@ class SegmentCache:
 
     def forget(self) -> None:
         """Permanently forgets everything that is cached, because the caller is about to change the model's weights.
-        Waits until this would survive a crash. Disks that do not confirm this in time are taken out of use.
+        Waits until the deletion is durable, so that no page comes back after a crash. A disk that does not confirm the
+        deletion in time is taken out of use.
         """
         self._moves.free_late()
         self.manager.reset()
 
     def begin_forget(self) -> None:
-        """Does what `forget` does, for a caller that must not wait. Nothing that is cached now is found any more when
-        this returns; later calls of `poll` make this permanent.
+        """Like `forget`, but does not wait. When this returns, lookups find none of the pages that were cached before.
+        Later calls of `poll` make the deletion durable on disk.
         """
         self._moves.free_late()
         self.manager.begin_reset()
@@ -286,14 +288,14 @@ class SegmentCache:
         durable.
 
         Args:
-            close_s: how long all of this may take, in seconds; None for `SegmentFolders.close_s` or, without that,
-                `deadline_s`.
+            close_s: how long the call may take, in seconds. If None, `SegmentFolders.close_s` applies; if that is None
+                too, `deadline_s`.
 
         Returns:
             Whether all cached pages survive on disk; False if there is no disk.
 
         Raises:
-            TransferError: copies are still in flight after the deadline. The caller should call again.
+            TransferError: copies are still in flight after the deadline. The caller should call `close` again.
         """
         close_s = self.unit.close_s if close_s is None else close_s
         ends_s = time.monotonic() + close_s

@@ -60,7 +60,7 @@ class SegmentKeyScheme:
         shape: shape of the rows that are cached under the keys.
 
     Attributes:
-        namespace: digest of the fields, 32 bytes.
+        namespace: digest of the namespace's fields, 32 bytes.
 
     Raises:
         KeySchemeError: a field is not bytes, str or int.

@@ -90,7 +90,7 @@ def rows_to_keep(
 
 
 def budget_of(ratio: float, reused: int) -> int:
-    """Number of rows that a ratio keeps of `reused` rows: at least one if both are above 0."""
+    """Number of rows to compute again out of `reused` reused rows: at least one if `ratio` and `reused` are above 0."""
     return 0 if ratio == 0.0 or reused == 0 else max(1, round(ratio * reused))
 
 

@@ -1,9 +1,9 @@
 """Reads the cached pages of one prompt's segments into host memory, and then loads them, without ever waiting.
 
-It is made for a caller whose thread must not wait, such as an engine's step. A page is promised when it is in host
-memory. So a slow or hanging disk only uses up the request's time to wait, and does not delay steps. If the unit streams
-pages, full blocks are promised while they are still being read. The load then copies them by ranges of layers, and the
-code that uses a layer waits for that layer.
+This module is for callers whose thread must not wait, such as an engine's step. It promises a page to the caller when
+the page is in host memory. So a slow or hanging disk delays only the request that needs the page, and no engine step.
+If `SegmentFolders.streams` is set, it promises full blocks while they are still being read. The load then copies them
+in ranges of layers, and the code that uses a layer waits for that layer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class SegmentFetch:
         # A prompt with more pages than host memory has slots would wait for slots that it occupies itself.
         self._awaits_room = sum(self._known) <= lookup.slots
         self._without_room: set[int] = set()
-        """Numbers of the segments whose lookup continued without pages for which there were no slots."""
+        """Numbers of the segments whose lookup continued without some pages, because host memory had no free slots for
+        them."""
         self._coming = list(self._asked)
         try:
             self._coming = [one for one in self._asked if self._fetch(one)]
@@ -109,7 +110,7 @@ class SegmentFetch:
         return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE
 
     def give_up(self) -> None:
-        """Ends the fetch. For a caller that no longer needs the segments. Idempotent."""
+        """Ends the fetch, because the caller no longer needs the segments. Idempotent."""
         asked, self._asked, self._coming = self._asked, [], []
         for one in asked:
             self._lookup.give_up(one)

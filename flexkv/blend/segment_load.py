@@ -72,7 +72,7 @@ class SegmentLoad:
         self.lost: dict[int, str] = {}
 
     def rows(self, layer: int) -> list[StagedRows]:
-        """The row source of a layer for each hit. Layers arrive in ascending order."""
+        """One row source per hit, for the rows of layer `layer`. The layers arrive in ascending order."""
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def wait_layer(self, hit: Hit, layer: int) -> None:
@@ -90,7 +90,7 @@ class SegmentLoad:
                 raise LostRows(UNVERIFIED if found.in_time else LATE)
 
     def _end_of_waits(self) -> float:
-        """The time at which a wait that begins now has to end (`time.monotonic`)."""
+        """The deadline of a wait that begins now, as a value of `time.monotonic`."""
         return time.monotonic() + self._deadline_s if self._ends_s is None else self._ends_s
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
@@ -124,8 +124,8 @@ class SegmentLoad:
         segments of these hits to `lost`. The pages of the other hits do not change until the load is closed.
 
         Args:
-            wait: whether to wait until each hit has arrived or is lost. If False, hits whose pages are still in flight
-                are left to a later call.
+            wait: whether to wait until each hit has arrived or is lost. If False, this call does not check hits whose
+                pages are still in flight; a later call does.
 
         Returns:
             The hits that this call has dropped.

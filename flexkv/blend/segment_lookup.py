@@ -62,7 +62,7 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float, caller: str = "") -> list[Hit]:
-        """Begins to load the cached part of each segment. Waits like `load`.
+        """Begins to load the cached part of each segment. Waits for tails that are on disk, as `load` does.
 
         Args:
             segments: tokens of each segment; None for a segment to skip.
@@ -134,8 +134,8 @@ class SegmentLookup:
         return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
 
     def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
-        """Begins to load the cached pages of each segment. If this raises, only staging blocks of copies in flight stay
-        in use, until the copies have finished.
+        """Begins to load the cached pages of each segment. If this raises, it frees all staging blocks except those of
+        copies in flight. The latter are freed when the copies have finished.
 
         Args:
             deadline_s: how long to wait, in seconds, until the segments' tails have been read from disk; 0 to load only
@@ -157,8 +157,8 @@ class SegmentLookup:
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
-        """Begins the loads, and appends each load that has begun to `found`, so that the caller has them even if this
-        raises."""
+        """Begins the loads, and appends each load that has begun to `found`. So the caller can end these loads even if
+        this method raises."""
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))

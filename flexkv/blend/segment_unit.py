@@ -32,8 +32,8 @@ UNIT = "segments"
 """Name of the ownership unit. It is the same for all segment caches, so only one at a time uses a model's folder."""
 
 QUEUE_PLACES = 4
-"""Queue entries of the disks' lane per read that one lookup may plan. Reads and writes each need some entries, and a
-finished op keeps its entry until its result is taken."""
+"""The queue of the disks' lane has this many entries per read that one lookup may plan. Reads and writes each need some
+entries, and a finished op keeps its entry until its result is taken."""
 
 LOOK_EVERY_S = 0.05
 """During a wait for reads, the longest time in seconds between two checks of whether a disk was lost."""
@@ -54,7 +54,8 @@ class SegmentFolders:
             folders neither serve nor accept pages.
         streams: whether pages are promised while they are being read from disk, and loaded layer by layer. If False, a
             page is promised when it is in host memory.
-        asks_again: whether lookups are fetches (`SegmentFetch`), which look up again the pages that must wait.
+        asks_again: whether all lookups are made through `SegmentFetch`, which repeats the lookup of a segment whose
+            pages must wait for slots in host memory.
         close_s: how long `close` may take, in seconds; None for the same time as any other wait.
         peers: settings for sharing pages with running caches that have the same namespace.
     """
@@ -70,11 +71,11 @@ class SegmentFolders:
 
 
 class SegmentUnit:
-    """The unit of one segment cache. Only the cache's thread may call it; only the constructor, `wait_while`, `flush`
-    and `close` wait.
+    """The unit of one segment cache. Only the cache's thread may call it. Only the constructor, `wait_while`, `flush`
+    and `close` may wait.
 
-    Pages that a load does not deliver are computed with the prompt. The unit never prefers computing to loading for
-    speed, because the model's speed is not measured.
+    The engine computes the pages that a load does not deliver. The unit never skips a load because computing would be
+    faster, because the speed of the model is not measured.
 
     Args:
         shape: shape of the model's KV.
@@ -173,8 +174,8 @@ class SegmentUnit:
             work.flush()
             self.live.poll()
             time.sleep(FLUSH_LOOK_S)
-        # The result is not derived from counts of failed writes, because such pages may have left host memory or may
-        # have been written since.
+        # Failed writes are not counted here, because a page whose write failed may have left host memory since, or may
+        # have been written by a later attempt.
         return not self._down and not work.unwritten()
 
     def take_moved(self) -> dict[str, int]:

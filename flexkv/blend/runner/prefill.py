@@ -192,8 +192,8 @@ def _blend(
             logits, layers, computed = blender.run(tokens, past, reused)
         except LostPages as error:
             # Rows of earlier layers were computed from rows of the lost segments, so the prompt is restarted without
-            # the cached rows of these segments. There is an end to the restarts, because each of them reuses at least
-            # one segment fewer.
+            # the cached rows of these segments. The restarts come to an end, because each restart reuses at least one
+            # segment fewer than the run before it.
             load.close()
             for segment in error.segments:
                 lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")
@@ -224,11 +224,11 @@ def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
-    """Computes each reusable segment that is not completely cached, separately from the others, and stores it. Returns
-    the number of the segments' tokens that are cached now; 0 if the model cannot be blended.
+    """Computes each reusable segment that is not completely cached, separately from all other segments, and stores it.
+    Returns the number of the segments' tokens that are cached now; 0 if the model cannot be blended.
 
-    What is cached for a segment depends only on the segment, so one prompt cannot affect another. A segment that is so
-    long that a "dynamic" rope changes its frequencies is skipped with a warning.
+    The cached rows of a segment depend only on the segment's own tokens, so one prompt cannot affect another. A segment
+    is skipped with a warning if it is so long that a "dynamic" rope changes its frequencies.
 
     Raises:
         CapacityError: a segment is longer than the cache's staging pool.

@@ -53,7 +53,8 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """A context manager that yields the layers of the covered rows, and closes them at its end.
+        """A context manager that yields the `ReusedLayers` of the covered rows, and closes that object at the end of
+        the `with` block.
 
         Args:
             past: each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has, which
@@ -128,8 +129,8 @@ class ReusedLayers:
         """Keys and values of all tokens, each [heads, tokens, dim], with the keys rotated to their positions. Rows
         without cached KV are zeros.
 
-        These are the tensors in `kept`, in which the caller fills in the computed rows. The next layers are loaded
-        meanwhile.
+        The returned tensors are those in `kept`; the caller writes the computed rows into them. Meanwhile, the pipeline
+        loads the next layers.
 
         Raises:
             LostPages: pages did not arrive.
