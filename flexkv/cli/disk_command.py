@@ -182,7 +182,8 @@ def _groups_text(groups: object) -> str:
 
 
 def _last_used(unit: Path) -> int:
-    """Returns when a file of the unit's folder was last written, in Unix seconds; 0 if none can be looked at.
+    """Returns when a file of the unit's folder was last written, in Unix seconds; 0 if this user may look at none of
+    the files.
 
     Skips files that a running unit deletes meanwhile, such as its log, and files that this user may not look at.
     """

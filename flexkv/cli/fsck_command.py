@@ -79,7 +79,7 @@ def _show(console: Console, report: FsckReport) -> None:
             f"{slab.stale} stale, {len(slab.orphans)} orphans, {len(slab.damaged)} damaged, "
             f"{len(slab.missing)} missing"
         )
-        if len(report.slabs) + len(slab.groups) > 2:  # for one slab with one group, the line above says it
+        if len(report.slabs) + len(slab.groups) > 2:  # with one slab and one group, the totals above suffice
             for group in slab.groups:
                 console.print(f"    group {group.group} ({group.rule}, {group.format_id}): {group.good} good")
         _name(console, slab)

@@ -1,4 +1,5 @@
-"""What `flexkv info` finds out, as plain data whose keys are documented and do not change. Needs the native core."""
+"""Collects the facts that `flexkv info` shows, as plain data whose keys are documented and do not change. Needs the
+native core."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         ConfigError: the model's configuration cannot be read.
     """
     memory = read_memory()
-    # Which bytes in a folder belong to an engine depends on the engine's model. The model is not known here, so all
-    # bytes count as the engine's.
+    # An engine owns only the bytes of its own model in a folder. The model is not known here, so all bytes count as the
+    # engine's.
     lost = folder_faults(config, held_bytes, _whole_slots(config.disk))
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
@@ -241,7 +242,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
 
 
 def mode_hints(config: FlexKVConfig) -> list[str]:
-    """Returns what the load mode requires of the engine, as a hint, because `flexkv info` cannot check it."""
+    """Returns a hint with the requirements of the load mode on the engine, because `flexkv info` cannot check them."""
     mode = config.load.mode
     return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 

@@ -26,7 +26,7 @@ from flexkv.remote.settings import store_options
 
 FAILED_EXIT_CODE = 1
 DEADLINE_S = 5.0
-"""Deadline of a question to the store. The client library's call may take a few seconds more."""
+"""Deadline of a request to the store, in seconds. The client library's call may take a few seconds more."""
 SPARE_S = 30.0
 """A job in a separate process is ended if it takes this many seconds longer than expected."""
 MOST_BENCH_BYTES = 4 << 30

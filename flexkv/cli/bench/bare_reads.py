@@ -1,4 +1,5 @@
-"""Measures the rate that a folder's disk reaches without flexkv's lanes: several large reads of one file at a time."""
+"""Measures the rate that a folder's disk reaches without flexkv's lanes. Several threads read one file at the same
+time, with large reads."""
 
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGE_LAYERS = 80
-"""Layers of the pages that the measurements of the disk and of the layout transform move."""
+"""Number of layers of the pages that the measurements of the disk and of the layout transform move."""
 
 PAGE_RUN_BYTES = (4096, 16384, 65536)
-"""Measured lengths of a run in these pages, in bytes. A run is one block's K or V in one layer."""
+"""Run lengths, in bytes, of the pages that the measurements of the disk and of the layout transform move. A run is one
+block's K or V in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ComparisonRow:
         gbps: median rate in 1e9 bytes per second; None if the method did not run or has no rate.
         calls: I/O or driver calls per round; None if they are not counted.
         p99_ms: 99th percentile of single copies in milliseconds; None if the method does not time single copies.
-        path: what moved the bytes; empty if nothing ran.
+        path: name of the copy path that moved the bytes; empty if nothing ran.
         multiprocessors: number of multiprocessors that the method takes from the engine's kernels; 0 if it takes none.
         share: ratio of this rate to the rate that `note` describes; None if there is no rate to compare with.
         note: the conditions of the measurement, or why there is none.

@@ -1,7 +1,8 @@
 """Measures how much flexkv's copies slow down the engine's own work: `flexkv bench transfer --part beside`.
 
-A round measures each kind of work first alone and then during each kind of copies. So both measurements of a pair are
-made at similar clock rates and temperatures. A row is the median of its pairs.
+A round measures each kind of work first alone and then during each kind of copies. A measurement alone and one during
+copies of the same round form a pair, so clock rates and temperatures are similar in a pair. A row is the median over
+its pairs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ PAIRS = 5
 SECONDS = 40.0
 """Seconds for all rows together, if the caller does not choose them."""
 SHARES = {"decoding step": 0.4, "large product": 0.25, "small D2H": 0.2, "small H2D": 0.15}
-"""How the time of a set of windows is divided among the kinds of work. A kind whose 99th percentile needs more samples
-has a larger share.
+"""Share of each kind of work in the time of a set of windows (a set has one window per kind). A kind whose 99th
+percentile needs more samples has a larger share.
 """
 PAUSE_SHARE = 0.12
-"""Share of a set's time that passes until its first copy has finished, and while its last copies finish."""
+"""Share of the time of a set of windows in which nothing is measured: until the set's first copy has finished, and
+while its last copies finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class BesideRow:
 
 @dataclass(slots=True)
 class _Pairs:
-    """The times of one kind of work: in the windows during one kind of copies, and in the windows without copies before
-    them.
+    """The times of one kind of work: in the windows during one kind of copies (`beside`), and in the windows without
+    copies that came before them (`alone`).
     """
 
     alone: list[NDArray[np.float64]] = field(default_factory=list)

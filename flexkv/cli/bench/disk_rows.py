@@ -90,8 +90,8 @@ class _Way:
         once: runs one round and returns its seconds.
         count: returns the number of I/O calls so far.
         path: returns what moved the bytes, and the multiprocessors that this takes; called after all rounds.
-        note: returns the conditions of the measurement; called after all rounds, because cuFile shows only in its calls
-            how it reaches a file.
+        note: returns the conditions of the measurement; called after all rounds, because it is known only from cuFile's
+            calls how cuFile reaches a file.
     """
 
     what: str
@@ -161,7 +161,8 @@ class _DiskWays:
                 calls[way.what] = way.count() - before
                 if number:  # round 0 touches memory and starts threads, so it does not count
                     seconds[way.what].append(taken)
-        # Takes the best round: a rate that one of the methods exceeds would not be the disk's limit.
+        # Takes the best round. With a lower rate, one of the methods could exceed it, and it would not be the disk's
+        # limit.
         limit = self._bare.bytes / min(seconds[bare.what]) / 1e9
         cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
         rows = [
@@ -210,7 +211,8 @@ class _DiskWays:
         )
 
     def _through_host_way(self) -> _Way:
-        """Returns the method that reads to host memory with the disk tier's lane, and copies from there."""
+        """Returns the method that reads the pages to host memory with the disk tier's lane, and then copies them to the
+        engine's pool."""
 
         def path() -> tuple[str, int]:
             backends = ", ".join(sorted({backend for _, _, backend, _ in self._disk_lane.states()}))

@@ -15,7 +15,8 @@ from flexkv.cli.bench.torch_baseline import SMALL_BYTES, load_torch
 
 STEP, PRODUCT, SMALL_D2H, SMALL_H2D = "decoding step", "large product", "small D2H", "small H2D"
 LAUNCH = "launch calls of a step"
-"""Not a kind of work of its own: the part of a `STEP`'s time until its calls have returned."""
+"""The part of a `STEP`'s time until its calls have returned. It is reported like a kind of work, but is not measured
+separately."""
 WORKS = (STEP, PRODUCT, SMALL_D2H, SMALL_H2D)
 STEP_LAYERS = 64
 STEP_ROWS, STEP_WIDTH = 64, 4096
@@ -175,4 +176,4 @@ def make_engine_work(device: int | None) -> EngineWork | str:
 
 
 def _nothing() -> None:
-    """Waits for nothing, because work on the CPU is finished when its call returns."""
+    """Does nothing, because work on the CPU is finished when its call returns. Stands in for the wait for a stream."""

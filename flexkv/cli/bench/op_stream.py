@@ -23,8 +23,9 @@ DRAIN_S = 30.0
 class OpStream:
     """Keeps `OUTSTANDING` ops per direction in flight, if the caller calls `keep` often enough.
 
-    The caller calls `keep` between two of its own measurements, in its own thread. A second Python thread would hold
-    the interpreter's lock while a measurement waits for it, and that cost would look like a cost of the lane.
+    The caller calls `keep` between two of its own measurements, in its own thread. A second Python thread would
+    sometimes hold the interpreter's lock while the measurement waits for that lock. This wait would look like a cost of
+    the lane.
 
     Args:
         engine: a transfer engine that has a view of group 0 with `blocks` blocks, and as many host slots.

@@ -17,9 +17,10 @@ from flexkv.cli.bench.base import ComparisonRow
 
 SMALL_BYTES = 4096
 SMALL_COPIES = 2000
-"""Number of small copies, enough for a 99th percentile. The pauses between them take 0.2 s."""
+"""Number of small copies, enough for a 99th percentile. All pauses between them together take 0.2 s."""
 PAUSE_S = 1e-4
-"""Seconds between small copies, because an engine makes one per step instead of one directly after another."""
+"""Seconds between two small copies. An engine makes one small copy per step, and does not make them one directly after
+another."""
 
 
 def load_torch() -> Any | None:

@@ -45,8 +45,8 @@ class TransferRow:
         pinned: whether the GPU had registered all slots of the host pool; True for plain memory.
         multiprocessors: number of multiprocessors that the path takes from the engine's kernels.
         gbps: median rate in 1e9 bytes per second; for "both", of the two directions together.
-        share_of_limit: the rate divided by that of one contiguous copy of as many bytes, or for "both", of one copy
-            each way at once; None if that was not measured.
+        share_of_limit: the rate divided by the rate of one contiguous copy of as many bytes; for "both", by the rate of
+            two such copies at once, one in each direction. None if that rate was not measured.
         share_of_one_way: for "both", the rate divided by that of the faster direction alone; otherwise None.
         single_calls_gbps: rate in 1e9 bytes per second with one driver call per run; None without a GPU, and for
             "both".
@@ -96,7 +96,8 @@ def engine_of(
     """Makes a transfer engine that may use the copy paths that the settings allow.
 
     Args:
-        ways: which runs the kernel copies, instead of the settings' table; None for that table.
+        ways: table of the runs that the kernel copies, in place of the table that the settings name; None for the
+            settings' table.
     """
     return TransferEngine(
         lanes=lanes,

@@ -14,8 +14,8 @@ from flexkv.transfer.ways_file import ALL_RUNS, CopyWays
 
 BY_KERNEL, BY_ENGINE = CopyWays(ALL_RUNS, ALL_RUNS), CopyWays(0, 0)
 ENGINE_LOADS_FROM = 0.95
-"""The copy engine takes nothing from the inference engine's kernels. So it loads runs of every length at which it
-reaches this share of the kernel's rate."""
+"""The copy engine takes no multiprocessors from the inference engine's kernels. So the copy engine loads runs of every
+length at which it reaches this share of the kernel's rate."""
 KERNEL_STORES_FROM = 0.6
 """The kernel stores runs of every length at which it reaches this share of the copy engine's rate. It need not be as
 fast as the copy engine, whose batches of stores slow down the inference engine's steps (docs/gpu.md). An H200's kernel

@@ -14,15 +14,16 @@ from flexkv.remote.base import Outcome, Presence, Store, StoreOptions
 from flexkv.remote.stores import open_store
 
 PREFIX = "flexkv-bench/"
-"""The names of the measurement's values begin with this, and those of engines' values do not."""
+"""Prefix of the names of the measurement's values. Names of engines' values begin differently."""
 TTL_S = 600
-"""If the measurement is killed, a store that can expire values drops what is left after this many seconds."""
+"""Time to live of the measurement's values, in seconds. If the measurement is killed, a store that can expire values
+drops the remaining ones after this time."""
 NAMES = 256
 """Number of names per `exists` call, which is as many as a unit asks for at once."""
 SINGLE_VALUES = 16
 """The maximum number of values that are moved one per call."""
 LEAST_S = 1.0
-"""The shortest deadline of a call, in seconds. It is used if less of the total time is left."""
+"""The shortest deadline of a call, in seconds. A call gets this deadline even if less of the total time is left."""
 CALL_S = 30.0
 """The longest deadline of a call, in seconds."""
 PHASES = 6

@@ -23,7 +23,7 @@ from flexkv.remote.own_program import own_program
 from flexkv.remote.settings import client_environment
 
 GRACE_S = 5.0
-"""Seconds for which the parent waits beyond the deadline at which the process ends itself."""
+"""The child process ends itself at its deadline. The parent process waits this many seconds longer."""
 
 
 def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) -> Any:

@@ -30,11 +30,11 @@ class StoredValue:
 
     Attributes:
         bytes: size of the value in bytes, including its trailer.
-        fault: why no engine would use the value; empty if no reason was found. Run digests that do not match are not a
-            reason here.
+        fault: why no engine would use the value; empty if no reason was found. Run digests that do not match are not
+            such a reason, because the real lengths of the runs are not known here.
         runs: number of runs whose digests the trailer has.
         runs_matching: number of digests that match if the stripes are cut into `runs` parts of equal length; None if
-            they cannot be cut so, or if the trailer is damaged.
+            the stripes cannot be divided evenly, or if the trailer is damaged.
         key: the page's key, 32 hex digits.
         tokens: number of valid tokens.
         written, expiry: Unix seconds. An expiry of 0 means never.
