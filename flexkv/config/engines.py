@@ -23,8 +23,8 @@ class NoEffect:
 
     Attributes:
         because: the reason, for the log and the documentation.
-        acts_as: the value that describes what the engine does anyway; None if no value does. If the user gives this
-            value, nothing is logged.
+        acts_as: the value of the setting that matches the engine's fixed behaviour; None if there is no such value. If
+            the user gives this value, nothing is logged.
         named_by_tier: whether the tier that would use the setting logs a warning itself, so that none is logged here.
     """
 
@@ -163,7 +163,7 @@ EVERYWHERE = frozenset(
 
 
 def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
-    """Returns one sentence for each setting that the user gave although the engine does not use it.
+    """Returns one sentence for each setting that the user gave and that the engine does not use.
 
     Args:
         engine: a key of `ENGINES`.

@@ -1,4 +1,4 @@
-"""How much host memory this machine has, and how much of it one unit takes."""
+"""Finds out how much host memory this machine has, and how much of it one unit takes."""
 
 from __future__ import annotations
 

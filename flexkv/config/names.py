@@ -89,7 +89,8 @@ def environment_name(key: str) -> str:
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Returns the allowed name that is most similar to `name`, ignoring case; None if none is similar.
 
-    If no complete name is similar, the last part of `name` ("bytes") is compared with the last parts of the others.
+    If no complete name is similar, the last part of `name` (such as "bytes") is compared with the last parts of the
+    allowed names.
     """
     names = list(allowed)
     by_folded = {n.lower(): n for n in names}
@@ -115,7 +116,8 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
 
 
 def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """Makes the warning for an environment variable that looks like one of flexkv's, but that flexkv does not read.
+    """Makes the warning for an environment variable whose name looks like that of a flexkv setting, but that flexkv
+    does not read.
 
     This is a warning, not an error, because programs share an environment, and another program's variable must not stop
     an engine.
@@ -123,7 +125,7 @@ def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str
     Args:
         name: the variable's name with the prefix spelled correctly.
     """
-    # Compares names without the common prefix, because with it every name would be similar.
+    # Compares names without their common prefix, because the prefix makes all names similar.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
     hint = other_system_hint(name, value, environment_name)
     if hint is None:

@@ -1,8 +1,8 @@
 """Names of settings in systems with which flexkv is often compared, and flexkv's equivalent settings.
 
 Each name's meaning comes from that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's HiCache,
-vLLM's offloading connectors. A name that means something else there than in flexkv is left out, because a wrong hint is
-worse than none.
+vLLM's offloading connectors. The list leaves out a name that has a different meaning in the other system than in
+flexkv, because a wrong hint is worse than none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ENGINE_METRICS = "metrics are in the engine's own (docs/metrics.md)"
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """What flexkv has for a setting of another system.
+    """flexkv's equivalent of a setting of another system.
 
     Attributes:
         systems: the systems that use this name.
@@ -152,7 +152,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     **_all("block_size blocks_per_chunk", OtherName(VLLM, how=ENGINE_BLOCK)),
 }
-"""Name in the other system, in lower case and without that system's prefix -> what flexkv has instead."""
+"""Name in the other system, in lower case and without that system's prefix -> flexkv's equivalent."""
 
 _PREFIXES = ("flexkv_", "lmcache_", "lmcache.")
 _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}

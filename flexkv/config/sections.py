@@ -39,7 +39,7 @@ IoBackend = Literal["auto", "uring", "threads"]
 MIB = 1 << 20
 GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
-"""With this many CPUs or fewer, a second copy thread would take CPU time from the engine's own threads."""
+"""On a machine with this many CPUs or fewer, a second copy thread would take CPU time from the engine's own threads."""
 MAX_VERIFY_THREADS = 16
 """More threads would not digest a piece of 8 MiB faster, and the native core does not accept more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16

@@ -1,4 +1,4 @@
-"""Byte counts as people write them: 42949672960, "40GiB", "1.5 TB"."""
+"""Reads and formats byte counts as users write them: 42949672960, "40GiB", "1.5 TB"."""
 
 from __future__ import annotations
 

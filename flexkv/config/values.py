@@ -52,7 +52,8 @@ def none_is_a_word(value: object) -> object:
 
 
 def auto_or_count(value: object) -> object:
-    """Accepts `auto` or a number of threads. Any other value gets one message, not one from pydantic for each type."""
+    """Accepts `auto` or a number of threads. For any other value it raises one error; otherwise pydantic would report
+    one error per allowed type."""
     text = str(value).strip()
     if (
         isinstance(value, (int, str))
@@ -68,7 +69,8 @@ def auto_or_count(value: object) -> object:
 
 def plain_text(value: object) -> object:
     """Refuses text that contains a NUL or cannot be encoded in UTF-8, such as half a surrogate pair or a variable's
-    bytes that are not UTF-8. Names are hashed, written to disk and passed to other programs, which needs UTF-8.
+    bytes that are not UTF-8. Text is hashed, written to disk and passed to other programs, all of which requires valid
+    UTF-8.
     """
     if isinstance(value, str):
         try:
@@ -81,8 +83,8 @@ def plain_text(value: object) -> object:
 
 
 def folders_of(value: object) -> object:
-    """Splits a string into absolute paths at colons, as in PATH, and at commas. Also accepts a list, in which each item
-    is one path, whatever characters it has."""
+    """Splits a string into absolute paths at colons, as in PATH, and at commas. Also accepts a list. Each item of a
+    list is one path and is not split."""
     if none_is_a_word(value) is None:
         return ()
     parts = re.split("[:,]", value) if isinstance(value, str) else value

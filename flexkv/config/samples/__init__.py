@@ -22,7 +22,7 @@ SAMPLES = {
 """File -> its description."""
 
 ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
-"""Samples that an engine reads. flexkv reads the others, if FLEXKV_CONFIG has their path."""
+"""Samples that an engine reads. flexkv reads all other samples, if FLEXKV_CONFIG has their path."""
 
 
 def sample_text(name: str) -> str:
