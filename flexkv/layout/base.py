@@ -19,7 +19,7 @@ class LayoutHandler(ABC):
     @property
     @abstractmethod
     def num_groups(self) -> int:
-        """Number of KV groups; they are numbered from 0."""
+        """Number of KV groups. Groups are numbered from 0."""
 
     @abstractmethod
     def view(self, group: int = 0) -> KvView:

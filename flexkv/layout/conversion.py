@@ -55,7 +55,7 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class PageEncoding:
-    """What one rank's stripes contain, and in which order.
+    """The content of one rank's stripes, and the order of that content.
 
     Attributes:
         format_id: the format of the pages.
@@ -78,7 +78,8 @@ class PageEncoding:
 
     @classmethod
     def of_view(cls, view: KvView, format_id: FormatId, heads: int, dtype: str) -> PageEncoding:
-        """The encoding of the stripes that are made through `view`; arguments and errors are those of `of_runs`."""
+        """Returns the encoding of the stripes that are made through `view`. The other arguments and the errors are
+        those of `of_runs`."""
         return cls.of_runs(view.runs[:, [3, 2, 4]], view.stripe_bytes, format_id, heads, dtype)
 
     @classmethod
@@ -123,8 +124,8 @@ class PageEncoding:
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
-    """The conversion that rewrites a stripe of `source` as a stripe of `target`; None if both stripes hold the same
-    bytes.
+    """Returns the conversion that rewrites a stripe of `source` as a stripe of `target`; None if both stripes hold the
+    same bytes.
 
     Raises:
         GeometryError: there is no exact conversion; the message says why.

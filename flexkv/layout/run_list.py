@@ -46,7 +46,8 @@ class RunList:
         Args:
             num_blocks: number of blocks of the pool.
             first_block: number of the first block that may be used.
-            native_order: whether pages hold the runs in order of their addresses instead.
+            native_order: whether pages hold the runs in order of their addresses, not in the order in which they were
+                added.
 
         Raises:
             GeometryError: there are no runs, sizes are not positive, or blocks overlap.

@@ -38,7 +38,8 @@ class SglangHandler(GroupTable):
         page_size: token slots per page.
         k_buffers, v_buffers: for MHA, one C-contiguous tensor [slots, H, D] per layer. V may be in K's allocation, with
             a storage offset, and may have a different head size.
-        kv_buffers: for MLA, instead of those, one C-contiguous tensor [slots, 1, rank + rope] per layer.
+        kv_buffers: for MLA, one C-contiguous tensor [slots, 1, rank + rope] per layer, in place of `k_buffers` and
+            `v_buffers`.
 
     Raises:
         GeometryError: the pool is not supported. The message names the buffer, the value found and what is allowed.

@@ -93,7 +93,7 @@ def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expecte
         expected: the expected strides, in bytes.
 
     Raises:
-        GeometryError: the strides differ. The message contains both.
+        GeometryError: the strides differ. The message contains the found and the expected strides.
     """
     if any(size > 1 and f != e for size, f, e in zip(shape, found, expected, strict=True)):
         raise GeometryError(

@@ -80,8 +80,8 @@ class TrtllmHandler(GroupTable):
             ranks: number of stripes of a page.
 
         Raises:
-            GeometryError: the pool does not have that shape, it disagrees with `model`, or the number of tokens per
-                block is unknown.
+            GeometryError: `pool` does not have this shape, it disagrees with `model`, or the number of tokens per block
+                is unknown.
         """
         check_tensor("pool", pool, 4)
         shape = tuple(int(size) for size in pool.shape)

@@ -61,8 +61,8 @@ class VllmGroup:
     """One KV cache group: layers that share a block table.
 
     Attributes:
-        layers: names of the layers, in execution order. They are numbered in this order in the view; a layer that
-            shares the KV of an earlier layer gets that layer's number.
+        layers: names of the layers, in execution order. The view numbers the layers in this order. A layer that shares
+            the KV of an earlier layer gets the earlier layer's number.
         interior: the meaning of the bytes of one layer of a block; None to derive it from the physical order. Use
             LATENT for MLA, and OPAQUE for Mamba and for attention kernels with their own order inside a block (vLLM's
             CPU backend).
@@ -132,7 +132,8 @@ class VllmHandler(GroupTable):
         super().__init__([self._build(group, ranks) for group in groups])
 
     def layer_number(self, layer: str) -> int:
-        """The layer's number in its group's view; a layer that shares another layer's KV has that layer's number.
+        """The number of the layer in its group's view. A layer that shares the KV of another layer has the other
+        layer's number.
 
         Raises:
             GeometryError: no group has this layer.
@@ -184,7 +185,7 @@ class VllmHandler(GroupTable):
         """Checks that a layer's tensor agrees with its placement; returns the shape of one block of the layer.
 
         Raises:
-            GeometryError: they do not agree.
+            GeometryError: the tensor and the placement do not agree.
         """
         tensor, placement = self._cache(layer), place.placement
         check_tensor(layer, tensor, 4)

@@ -18,8 +18,8 @@ def strides_of_order(
     Args:
         order: the physical order of the axes, outermost first; one of ORDERS.
         shape: sizes of [L, B, H, N, C]; C in bytes.
-        layer_stride, block_stride: the strides of L and B. The strides of the other axes follow from the axes inside
-            them.
+        layer_stride, block_stride: the strides of L and B. The stride of every other axis follows from the sizes of the
+            axes that are inside it in `order`.
     """
     fixed = {"L": layer_stride, "B": block_stride}
     strides = dict.fromkeys(AXES, 0)
