@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class BlendResult(Enum):
-    """One outcome. A request that was not blended was computed fully.
+    """One outcome of a request that asks for blending. A request that was not blended was computed in full.
 
     Attributes:
         result: the value of the label `result` of `flexkv_blend_requests_total`.

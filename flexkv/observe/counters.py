@@ -1,4 +1,5 @@
-"""Values of the metrics since they were last taken: plain data that can be added up over ranks and intervals."""
+"""Values of the metrics since the last call of `Counters.take`, as plain data that can be added up over ranks and
+intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
 MAX_SAMPLES = 65_536
-"""Most observations per series of a histogram between two calls of `take` (512 KiB). Engines call it every step."""
+"""Maximum number of observations per series of a histogram between two calls of `Counters.take` (512 KiB). Engines call
+`take` in every step."""
 
 LOST_SAMPLES = "flexkv_lost_samples_total"
 
@@ -59,7 +61,8 @@ class Counters:
         self.data.setdefault(name, {})[series] = value
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Records one observation of a histogram. If its series has `MAX_SAMPLES` already, only counts it as lost.
+        """Records one observation of a histogram. If the series already has `MAX_SAMPLES` observations, only counts the
+        new one as lost.
 
         Raises:
             ValueError: there is no such histogram, or the labels are wrong.
@@ -79,7 +82,7 @@ class Counters:
         return taken
 
     def value(self, name: str, **labels: str) -> float:
-        """Returns a counter's or gauge's value; 0 if it has none."""
+        """Returns the value of one series of a counter or gauge; 0 if the series has no value."""
         return float(self.data.get(name, {}).get(_metric(name).series(labels), 0))
 
     def samples(self, name: str, **labels: str) -> list[float]:
@@ -108,7 +111,8 @@ class Counters:
 
 
 def merge_values(into: dict[str, Any], newer: Mapping[str, Any]) -> None:
-    """Adds `newer`, the `data` of other counters, to `into`. A gauge's value in `newer` replaces that in `into`.
+    """Adds `newer` to `into`; both are the `data` of `Counters`. A gauge's value in `newer` replaces its value in
+    `into`.
 
     Raises:
         ValueError: `newer` has a metric that does not exist.
@@ -155,8 +159,8 @@ def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
     return MappingProxyType(found)
 
 
-# Computed once, because metrics are recorded at every step of an engine. If a call's name and labels are not found
-# here, the labels are in a different order, or the call is wrong.
+# Computed once, because metrics are recorded at every step of an engine. If a call's metric and labels are not in these
+# tables, the call has its labels in a different order, or the call is wrong.
 _COUNTERS = _series_of(MetricKind.COUNTER)
 _GAUGES = _series_of(MetricKind.GAUGE)
 _HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LINES = 10
-"""Most warnings per kind of op within `PERIOD_S`: enough to see whether failures are alike. A storm of failures has
-thousands.
+"""Maximum number of warnings per kind of op within `PERIOD_S`. Ten show whether failures are alike, while thousands of
+ops may fail within seconds.
 """
 
 PERIOD_S = 60.0
@@ -71,7 +71,8 @@ class FailedOps:
             )
 
     def flush(self, at_end: bool = False) -> None:
-        """Logs how many failures were left out in periods that are over; with `at_end`, also in current periods."""
+        """Logs how many failures were left out in periods that are over. If `at_end` is true, includes periods that are
+        not over yet."""
         with self._lock:
             for kind, period in list(self._periods.items()):
                 if at_end or self._clock() - period.began_s >= PERIOD_S:

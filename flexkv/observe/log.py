@@ -1,4 +1,5 @@
-"""Logging under the name `flexkv`. Per request, only failures are logged above level DEBUG (`failed_ops`)."""
+"""Logging under the name `flexkv`. Messages about single requests have level DEBUG, except those about failures
+(`failed_ops`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 _warned: set[str] = set()
 _own_level = [logging.NOTSET]
-"""One item: the level that `configure_logging` set last."""
+"""A list with one item: the level that `configure_logging` set last."""
 
 
 def get_logger(name: str) -> logging.Logger:

@@ -31,7 +31,7 @@ class MetricKind(Enum):
     gauge.
     """
     HISTOGRAM = "histogram"
-    """Single observations. Those of all ranks and intervals are combined."""
+    """Single observations. The observations of all ranks and intervals are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Metric:
 
     Attributes:
         name: Prometheus name. The name of a counter ends in its unit and `_total`.
-        labels: name of each label, and its possible values. These are few on purpose: no request, model or key is ever
-            a label.
+        labels: name of each label, and its possible values. There are few values on purpose: no request, model or key
+            is ever a label.
         buckets: upper bounds of a histogram's buckets; empty for other kinds.
     """
 
@@ -77,7 +77,7 @@ class Metric:
         return tuple(series.split(",")) if self.labels else ()
 
     def add_to(self, series: Any, value: Any) -> None:
-        """Adds a series' value from an interval's `Counters` to the same series of prometheus_client."""
+        """Adds the value that a series has in `Counters` to the same series of prometheus_client."""
         if self.kind is MetricKind.COUNTER:
             series.inc(value)
         elif self.kind is MetricKind.GAUGE:

@@ -1,4 +1,4 @@
-"""Reasons why a lookup does not promise more. Metrics, documentation and the control plane share this list."""
+"""Reasons why a lookup promises no more blocks. Metrics, documentation and the control plane share this list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from enum import Enum
 
 
 class MissReason(Enum):
-    """One reason. A new reason needs a line here, and code in `flexkv/cache/promise/` that finds it.
+    """One reason why a lookup promises no more blocks. A new reason needs a line in this class, and code in
+    `flexkv/cache/promise/` that detects it.
 
     Attributes:
         reason: the value of the label `reason` of `flexkv_missed_blocks_total`.

@@ -1,4 +1,4 @@
-"""Threads whose names appear in `top -H` and /proc, as the names of the native core's threads do."""
+"""Python threads whose names appear in `top -H` and /proc, like the names of the native core's threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ LONGEST = 15
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread whose name the operating system also shows. Python itself sets that name only since 3.14.
+    """A daemon thread whose name the operating system also shows. Python itself passes a thread's name to the operating
+    system only since 3.14.
 
     Args:
         name: begins with `flexkv-` and has at most LONGEST characters.

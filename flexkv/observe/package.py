@@ -32,7 +32,7 @@ class OtherPackage:
 
     @property
     def is_this(self) -> bool:
-        """Whether it is this flexkv, installed a second time in another folder."""
+        """Whether the distribution is this flexkv, installed a second time in another folder."""
         return self.name == NAME and self.version == __version__ and self.folder != package_folder()
 
     def __str__(self) -> str:

@@ -16,15 +16,15 @@ NOT_BLENDED = "flexkv_blend_missed_pages_total"
 
 
 class Adds(Protocol):
-    """The one method of `Counters` that is needed here. `Counters` itself cannot be imported: it imports the metrics,
-    which import these reasons.
+    """The one method of `Counters` that this module needs. `Counters` itself cannot be imported, because it imports the
+    metrics, which import this module.
     """
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None: ...
 
 
 class PageLoss(Enum):
-    """One reason.
+    """One reason why a page is not stored, or why a stored page is not served.
 
     Attributes:
         metric: name of the counter of pages that are lost for this reason.
@@ -142,7 +142,7 @@ class PageLoss(Enum):
         """Counts pages that were lost for this reason.
 
         Args:
-            labels: other labels of the counter, such as a direction.
+            labels: the counter's labels other than the reason, such as a direction.
         """
         if pages > 0:
             counters.add(self.metric, pages, **labels, **self.labels)

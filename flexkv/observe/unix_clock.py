@@ -1,4 +1,4 @@
-"""The wall-clock time that pages record: whole seconds or milliseconds since 1970, never negative.
+"""The wall-clock time that is recorded in pages: whole seconds or milliseconds since 1970, never negative.
 
 A machine's clock may be set to any time, even before 1970 or too far ahead for a page's fields. The nearest time that
 fits is then used. Ages and expiries are wrong in that case, but nothing fails.
