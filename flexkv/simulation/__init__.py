@@ -1,1 +1,2 @@
-"""Simulations that drive the cache manager through everything that can go wrong, without an engine."""
+"""Simulations without an engine. They call the real cache manager in random order and inject faults of ranks, disks and
+stores."""

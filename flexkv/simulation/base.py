@@ -1,9 +1,10 @@
-"""The contract of a simulation: its random choices, the symbols that stand for KV, and how it judges a manager.
+"""The basic types of a simulation: its configuration, the symbols that stand for KV, and the check of a rule.
 
 A run (`run.Simulation`) takes the place of an engine and drives a real cache manager. It has one thread and uses no
-bytes, no files and not the machine's clock, so that equal configurations take equal steps. The manager is checked in
-two ways. Every answer is compared with that of a model, which implements the rules a second time. And symbols, which
-stand for KV, show which page arrived in which slot or block. If a run returns, no rule was broken.
+real KV, no files and no real clock, so that runs with equal configurations take equal steps. The manager is checked in
+two ways. A model implements the rules a second time, and every result of the manager is compared with that of the
+model. Symbols, which stand for KV, show which page arrived in which slot or block. If a run returns, no rule was
+broken.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""Stands for the host slot of a page that moves between engine and disk without a host slot."""
+"""The value of a page's host slot if the page moves between engine and disk without a host slot."""
 
 ManagerFactory = Callable[..., LocalCacheManager]
 """Makes the manager of a run. Takes the arguments of `LocalCacheManager`."""
@@ -69,13 +70,13 @@ class SimulationConfig:
         failure_rate: share of moved pages that fail.
         ordered_reports: whether each rank reports its ops in the order in which they finished, as an engine's workers
             do. Only then do requests share engine blocks whose load has not been verified yet.
-        ttl_s: time to live in seconds of pages; 0 if no page expires. About half of the requests store pages with this
-            time to live, and share no keys with the other requests. Must be 0 with `gds_stores`.
+        ttl_s: time to live of pages, in seconds; 0 if no page expires. About half of the requests store pages with this
+            time to live. They share no keys with the requests whose pages do not expire. Must be 0 with `gds_stores`.
         tier_places: number of slots of each group in a symbolic tier, which is behind the disk tier if there is one; 0
             for no symbolic tier.
         remote: whether the last tier is a store that other machines also use. Must be False with `tier_places`.
-        source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
-            such a failure, loads go through host memory for a minute, which is 6,000 steps.
+        source_error_rate: among the failed pages of loads straight from disk, the share whose cause is SOURCE or
+            TRANSPORT. After such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: number of steps between calls of `check_integrity`; 0 for a call at the end only.
         store_queue_pages: maximum number of pages in stores in flight (`ManagerLimits.inflight_store_pages`).
         load_queue_pages: maximum number of pages promised or being loaded (`ManagerLimits.inflight_load_pages`).
@@ -85,11 +86,12 @@ class SimulationConfig:
         disk_places: number of disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to the tiers behind host memory.
         disks: number of disks over which the disk slots are striped.
-        measured_steps: whether the manager is given times of the engine's steps. The engine alternates between slow and
-            fast. When it is fast, the manager does not fetch pages from disk, and the engine computes them.
+        measured_steps: whether the simulation reports times of the engine's steps to the manager. The engine alternates
+            between slow and fast. When it is fast, the manager does not fetch pages from disk, and the engine computes
+            them.
         stream: whether blocks are promised while they are being read from disk.
-        gds_loads: whether blocks on disk are promised and loaded from there without a host slot. With `measured_steps`,
-            only if that was measured to be faster.
+        gds_loads: whether blocks on disk are promised, and loaded straight from disk without a host slot. With
+            `measured_steps`, this is done only if it was measured to be faster.
         gds_stores: whether stores go only to disk: the ranks write stripes, then the disk lane writes the trailers.
     """
 
@@ -144,7 +146,7 @@ class SimulationConfig:
 
 @dataclass
 class SimulationReport:
-    """What a run did, up to the broken rule if it found one.
+    """Totals of a run. If the run found a broken rule, they end there.
 
     Attributes:
         steps: number of random actions that were taken.
@@ -156,7 +158,7 @@ class SimulationReport:
         room_given: number of lookups that got free host slots after they had waited for them.
         lookups_after_failures: number of lookups of requests that have had a failed load.
         stored_while_read: number of pages that were stored while they were being read from disk.
-        actions: by name of the action, how often it was taken.
+        actions: name of each action -> number of times that it was taken.
         stats: the manager's own totals.
         disk: totals of the disk tier; zeros if there is none.
         symbolic: totals of the symbolic or remote tier; zeros if there is neither.

@@ -1,5 +1,5 @@
-"""The lane between host slots and simulated disks. It moves an op's pages one by one when the simulation tells it to,
-and checks that ops do not use each other's disk slots."""
+"""The lane between host slots and simulated disks. Each call of `move_page` moves one page of an op. The lane checks
+that ops in flight do not use each other's disk slots."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SimDiskLane:
         missing: by op id of a read, positions of the pages that were not in their disk slots.
         slot_states: by group and host slot, the id of the last read that brought a page to the slot, and whether the
             page is good.
-        rank_ops: the ops in flight that the ranks carry out, by op id. No other op may write a disk slot that such an
-            op reads, or use a disk slot that it writes.
+        rank_ops: the ops in flight that the ranks carry out, by op id. If such an op reads a disk slot, no other op may
+            write that slot; if it writes a disk slot, no other op may use that slot.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class SimDiskLane:
         require(
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
-        # A load that was promised before a disk was lost is still submitted afterwards, and fails.
+        # GDS reads are not checked, because a load that was promised before a disk was lost is still submitted
+        # afterwards. Such a load fails.
         if op.kind is not OpKind.GDS_READ:
             self._tier.check_places(op.places)
         for other in (*self.ops.values(), *self.rank_ops.values()):

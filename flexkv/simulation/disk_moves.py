@@ -1,4 +1,5 @@
-"""Events of simulated disks: disks move pages, fail some, cancel ops, report late and in any order, and break down."""
+"""Events of simulated disks: disks move pages, fail pages, cancel ops, report results late and in any order, and break
+down."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ class DiskMoves:
         self._outbox: list[OpResult] = []
 
     def poll(self) -> None:
-        """Does what a unit's driver does: lets the manager plan writes, and hands all planned ops to the lane."""
+        """Does the work of a unit's driver: lets the manager plan writes, and submits all planned ops to their
+        lanes."""
         world = self.world
         planned = world.manager.work.poll()
         world.model.evict(world.recorder.take_evicted())
         self._hand_over(planned)
 
     def take_orders(self) -> None:
-        """Hands planned ops to the lane. Must be called right after any call that may plan ops."""
+        """Submits planned ops to their lanes. Must be called right after any call that may plan ops."""
         self._hand_over(self.world.manager.work.take_planned())
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
@@ -121,8 +123,8 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """Breaks a disk permanently and reports the loss to the manager. Does not break the last disk, because the run
-        could not test the disk tier any more.
+        """Breaks a disk permanently and reports the loss to the manager. Does not break the last disk, because without
+        any disk the run could no longer test the disk tier.
         """
         world = self.world
         if not world.config.disk_places:
@@ -139,12 +141,14 @@ class DiskMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether an op is in flight, or has finished and was not reported yet."""
+        """Whether an op is in flight, has finished without a report to the manager, or the manager has more work to
+        do."""
         moving = self.tier_moves is not None and self.tier_moves.busy
         return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 
     def check(self) -> None:
-        """Checks that each page that would be found after a crash now has the KV of its key on every rank."""
+        """Checks the pages that a new process would find on the disks after a crash at this time. Each must have the KV
+        of its key on every rank."""
         world = self.world
         if self.tier_moves is not None:
             self.tier_moves.check()

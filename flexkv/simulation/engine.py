@@ -20,7 +20,7 @@ class Compute:
 
     Attributes:
         epoch: epoch of the weights with which the step is computed.
-        inputs, outputs: engine blocks, each with the key whose KV it should have.
+        inputs, outputs: engine blocks, each with the key whose KV the block should have.
         ranks_left: number of ranks that have not run the pass yet.
     """
 
@@ -97,7 +97,7 @@ class SimEngine:
         return (-1, next(self._garbage))
 
     def enqueue(self, op: TransferOp, is_load: bool, in_stream: bool) -> None:
-        """Gives an op to every rank. The op holds its engine blocks until `ended` is called."""
+        """Submits an op to every rank. The op holds its engine blocks until `ended` is called."""
         for block in op.blocks.tolist():
             self.pool.hold((op.group, block))
         movements = [Movement(op, is_load, list(range(op.pages))) for _ in self.ranks]
@@ -115,7 +115,8 @@ class SimEngine:
             rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
 
     def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
-        """Returns the symbol that a page of an op brought on each rank; None on ranks where the page was not moved."""
+        """Returns the symbol that a page of an op had when each rank moved it; None for ranks that have not moved the
+        page."""
         return [movement.arrived.get(page) for movement in self._movements[op.op_id]]
 
     def ended(self, op: TransferOp) -> None:
@@ -140,7 +141,7 @@ class SimEngine:
                 self.pool.drop(place)
 
     def read_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> Symbol:
-        """Reads the symbol of a block for a store straight to disk. If `fails`, returns garbage instead."""
+        """Returns the symbol of a page's engine block, for a store straight to disk. If `fails`, returns garbage."""
         movement.started = True
         movement.left.remove(page)
         symbol = rank.block[movement.op.group][int(movement.op.blocks[page])]
@@ -150,12 +151,12 @@ class SimEngine:
         return movement.arrived[page]
 
     def fail_page(self, movement: Movement, page: int) -> None:
-        """Fails a page that never arrives. The content of its block does not change."""
+        """Marks a page as failed without moving it, so that the content of its block does not change."""
         movement.left.remove(page)
         movement.failed.append(page)
 
     def bring_page(self, rank: Rank, movement: Movement, page: int, symbol: Symbol, fails: bool) -> None:
-        """Puts the symbol of a page from disk into its engine block, or garbage if `fails`."""
+        """Puts the symbol of a page from disk into the page's engine block; puts garbage there if `fails`."""
         movement.started = True
         movement.left.remove(page)
         movement.arrived[page] = self.garbage() if fails else symbol

@@ -10,7 +10,7 @@ import numpy as np
 from flexkv.transfer.graph import NO_CAUSES, FailureCause, OpKind, OpResult, OpStatus, PageCauses
 
 UNSAID = 0.2
-"""Share of results that give no causes of the pages' failures."""
+"""Share of results that report failed pages without the causes of their failures."""
 
 ANY = tuple(FailureCause)
 OF_MISSING = (FailureCause.UNKNOWN, FailureCause.CONTENT)
@@ -25,8 +25,8 @@ def causes_of(
 
     Args:
         failed: positions of the op's failed pages.
-        missing: those failed pages that were not in the slot in which the op looked for them. Their cause is CONTENT or
-            UNKNOWN.
+        missing: positions of the failed pages that were not in the slot from which the op tried to read them. Their
+            cause is CONTENT or UNKNOWN.
         source_error_rate: see `SimulationConfig`.
     """
     if random.random() < UNSAID:
@@ -43,7 +43,7 @@ def causes_of(
 
 
 def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
-    """Returns the cause of each failed page, UNKNOWN if the result gives none. Empty if the result's status is not
+    """Returns the cause of each failed page; UNKNOWN if the result has no causes. Empty if the result's status is not
     FAILED."""
     if result.status is not OpStatus.FAILED:
         return {}

@@ -1,4 +1,5 @@
-"""Events that affect the whole cache: forgotten keys, expiry, growth, lost memory, new weights."""
+"""Events that affect the cache as a whole: keys are forgotten, leases expire, a pool grows or is lost, and the cache is
+reset."""
 
 from __future__ import annotations
 

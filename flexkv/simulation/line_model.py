@@ -29,8 +29,8 @@ class ReadRoom:
 
 
 class LineModel:
-    """The queue of requests that wait for room. The lookups of all requests are numbered in one sequence. For each
-    request, the queue keeps the numbers of its lookups."""
+    """The queue of requests that wait for room. All requests' lookups that had to wait are numbered in one sequence.
+    For each request, the queue stores the numbers of its lookups."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -55,8 +55,9 @@ class LineModel:
         self._asked.setdefault(request_id, []).append(self._questions)
 
     def first(self, request_id: str) -> bool:
-        """Returns whether it is this request's turn: the engine has looked up no request ahead of it since its
-        second-to-last lookup. A request with fewer than two lookups must be the first in the queue."""
+        """Returns whether it is this request's turn: since the request's second-to-last lookup, the engine has looked
+        up no request ahead of it in the queue. If the request has fewer than two lookups, it must be the first in the
+        queue."""
         mine = self._asked.get(request_id, [])
         for other, asked in self._asked.items():
             if other == request_id:
@@ -66,14 +67,15 @@ class LineModel:
         return True
 
     def reads_begun(self, before: set[int], keys: Sequence[Sequence[bytes]]) -> list[Key]:
-        """Returns which of the keys are read by ops that are not among the ops `before`."""
+        """Returns those of the keys whose pages are read by ops that began after `before`, a set of earlier op ids, was
+        recorded."""
         blocks = {(group, key) for group, of_group in enumerate(keys) for key in of_group}
         ops = [op for op_id, op in self.model.disk_ops.items() if op_id not in before]
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that got room. It must have been the request's turn. All pages of `wanted` must be in host
-        memory or being read, unless they are too many even for an empty host memory.
+        """Checks a lookup that got room. The request must have been in turn (`was_first`). All pages of `wanted` must
+        be in host memory or being read, unless they would not all fit into an empty host memory.
         """
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)
@@ -82,8 +84,8 @@ class LineModel:
             require(not self._fits(wanted, most), "room was given to a part of a prompt")
 
     def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that has to wait: it must not have been the request's turn, or there must be no room for
-        `wanted`."""
+        """Checks a lookup that has to wait. Either it was not the request's turn (`was_first` is False), or there is no
+        room for the pages of `wanted`."""
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
         reads = [op for op in self.model.disk_ops.values() if op.role is OpRole.LOAD]
@@ -101,8 +103,8 @@ class LineModel:
         return self.model.up[group] - len(self.model.held_slots(group))
 
     def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
-        """Returns how many wanted pages are neither in a held slot nor being read. Counts the pages of all groups that
-        share the slots of `group`.
+        """Returns how many wanted pages are neither in a slot in use (`Model.held_slots`) nor being read. Counts the
+        pages of all groups that share the slots of `group`.
         """
         held = self.model.held_slots(group)
         mine = [key for key in wanted if key[0] in self.model.shares(group)]

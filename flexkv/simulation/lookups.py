@@ -19,7 +19,7 @@ class Lookups:
     """Looks up a request's blocks, and loads those that the manager promised.
 
     Args:
-        orders_planned: called when a lookup may have planned reads from disk.
+        orders_planned: a function to call when a lookup may have planned reads from disk.
     """
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
@@ -36,8 +36,9 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_steps = world.model.restorable(request.request_id, request.keys, start)
-        # vLLM's adapter first looks up complete blocks, and the tail only when their answer is final. So most lookups
-        # of a waiting request pass no tail, and most others pass one.
+        # vLLM's adapter first looks up complete blocks. It looks up the tail only when the result for the complete
+        # blocks is final. So most lookups of a waiting request pass no tail, and most lookups of other requests pass
+        # one.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)
@@ -109,13 +110,13 @@ class Lookups:
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
         if not result.is_final and world.random.random() < 0.8:
-            # An engine gives no blocks to a request that waits for its lookup. At the request's next lookup, the engine
-            # searches its own cache again.
+            # An engine allocates no blocks to a request whose lookup is not final. At the request's next lookup, the
+            # engine searches its own cache again.
             request.state = "waiting"
             world.free_blocks(request)
 
     def _take_local_blocks(self, request: SimRequest) -> None:
-        """Gives the request the leading blocks that another live request has, as an engine's own prefix cache does."""
+        """Lets the request share leading blocks of another live request, as an engine's own prefix cache does."""
         world = self.world
         groups = range(len(world.config.groups))
         request.blocks = [[] for _ in groups]

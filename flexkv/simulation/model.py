@@ -18,7 +18,7 @@ from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 
 
 class Model:
-    """The state that the rules require of a manager."""
+    """The state that a manager must have according to the rules."""
 
     def __init__(self, specs: Sequence[GroupSpec], step_tokens: int, limits: ManagerLimits) -> None:
         self.specs = specs
@@ -37,14 +37,15 @@ class Model:
         self._owner = sharing(specs)
         self.epoch = 0
 
-    # --- held slots -------------------------------------------------------------------------------------------------
+    # --- slots that must not be evicted -------------------------------------------------------------------------------
 
     def shares(self, group: int) -> list[int]:
         """Returns the groups that use the same slots as this group, including the group itself."""
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
-        """Returns the slots that ops in flight or leases use, and those with pages fetched for waiting requests."""
+        """Returns the slots that ops in flight or leases use, and the slots whose pages were fetched for waiting
+        requests."""
         sharing = self.shares(group)
         held = {slot for lease in self.leases.values() for key, slot in lease if key[0] in sharing}
         for op in [*self.ops.values(), *self.disk_ops.values()]:
@@ -66,7 +67,8 @@ class Model:
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def needed(self, group: int, start: int, steps: int) -> range:
-        """Returns the numbers of a group's pages that a hit of `steps` steps after the first `start` steps needs."""
+        """Returns the numbers of the group's pages that are needed for a hit. The hit has `steps` steps, after the
+        first `start` steps of the request."""
         spec = self.specs[group]
         had, end = (step * self.step_tokens // spec.block_tokens for step in (start, start + steps))
         if spec.rule is Rule.FULL:
@@ -80,7 +82,8 @@ class Model:
         return range(max(had, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Returns how many steps after `start` may be promised to a request at most, given its failed loads."""
+        """Returns the maximum number of steps after `start` that may be promised to a request, given its failed
+        loads."""
         tokens = min(len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
         failure = self.failures.get(request_id)
         if failure is not None and len(failure.loads) > 1:
@@ -130,11 +133,11 @@ class Model:
         return max(stored, default=0)
 
     def lease(self, request_id: str, pages: list[tuple[Key, int]], streamed: bool = False) -> None:
-        """Checks and applies what `match` promised.
+        """Checks the pages that `match` promised, and records their lease.
 
         Args:
-            streamed: whether pages on disk may be promised too. Their slot is NO_SLOT, or the slot to which a read
-                brings them.
+            streamed: whether pages on disk may be promised too. The slot of such a page is NO_SLOT, or the slot into
+                which a read copies the page.
         """
         for key, slot in pages:
             require(
@@ -148,7 +151,7 @@ class Model:
             self.leases[request_id] = pages
 
     def _coming_to(self, key: Key) -> int:
-        """Returns the slot to which a read from disk brings the page, or -1 if none does."""
+        """Returns the slot into which a read in flight copies the page from disk; -1 if there is no such read."""
         read = self.disk_ops.get(self.pending.get(key, -1))
         return read.slots[read.keys.index(key)] if read is not None and read.role is OpRole.LOAD else -1
 
@@ -175,11 +178,11 @@ class Model:
         evicted: list[Key],
         from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did, and applies its evictions. `add_op` applies the rest afterwards.
+        """Checks the result of `begin_store`, and applies its evictions. `add_op` then records the op.
 
         Args:
             stored: the slot of each stored key, by position of the key.
-            known: number of keys that the manager called known.
+            known: number of keys that the manager reported as known.
             dropped: number of keys that the manager dropped.
             evicted: keys that left host memory.
             from_loads: positions of keys whose engine block is the target of a load in flight.
@@ -187,7 +190,8 @@ class Model:
         group = keys[0][0]
         held = self.held_slots(group)
         self._evict_for_store(keys, evicted)
-        # A page that a read is bringing is stored too, because the read may fail and the engine offers each page once.
+        # A page that is being read from disk is stored too, because the read may fail, and the engine offers each page
+        # only once.
         unverified = self._coming(keys) - from_loads
         there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
         self._check_store(keys, stored, there - unverified, known, dropped)
@@ -214,8 +218,8 @@ class Model:
         evicted: list[Key],
         from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did if stores go to disk. Pages that are being read from their disk slots must go
-        to host memory instead.
+        """Checks the result of `begin_store` if stores go to disk. Pages whose disk slots are being read must be stored
+        in host memory.
 
         Args:
             stored: by position of each stored key, its host slot, or NO_SLOT if it is stored on disk.
@@ -235,7 +239,7 @@ class Model:
         self._take_over(keys, in_host)
 
     def _coming(self, keys: list[Key]) -> set[int]:
-        """Returns the positions of keys that a read in flight brings to host memory."""
+        """Returns the positions of keys whose pages a read in flight copies to host memory."""
         return {i for i, key in enumerate(keys) if self.pending.get(key) in self.disk_ops}
 
     def _evict_for_store(self, keys: list[Key], evicted: list[Key]) -> None:
@@ -258,8 +262,8 @@ class Model:
         )
 
     def _take_over(self, keys: list[Key], stored: set[int]) -> None:
-        """Lets a store to host memory take over keys whose pages a read is bringing. The read no longer publishes those
-        pages.
+        """Lets a store to host memory take over keys whose pages a read in flight copies to host memory. The read then
+        no longer publishes these pages.
         """
         for i in stored & self._coming(keys):
             read = self.disk_ops[self.pending[keys[i]]]
@@ -313,8 +317,8 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # A load from host memory has no other route, so a page that is not forgotten may fail again, whatever
-                # the cause.
+                # A page in host memory can be loaded only from there. If it were not forgotten, it might fail again,
+                # whatever the cause.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
@@ -337,7 +341,7 @@ class Model:
     def end_op(
         self, op_id: int, completion: Completion | None, evicted: list[Key], published: list[Key]
     ) -> None:
-        """Checks and applies what `complete` returned."""
+        """Checks the result of `complete`, and applies it."""
         op = self.ops[op_id]
         if op.reports < self.limits.ranks:
             require(completion is None and not published, "an op ended before every rank reported")
@@ -351,7 +355,8 @@ class Model:
             for key in bad:
                 del self.visible[key]
             for i in op.suspect & op.damaged:
-                # A page that was damaged in host memory is forgotten on disk too, even while it is being stored there.
+                # A page that was damaged in host memory is forgotten on disk too, even while it is being stored on
+                # disk.
                 if op.slots[i] != NO_SLOT:
                     self._forget_store_on_disk(op.keys[i])
             lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
@@ -420,7 +425,8 @@ class Model:
                 self.visible[key] = op.slots[i]
 
     def lose(self, op_id: int, pages: list[int]) -> None:
-        """Records that these pages of a rank's op were on a lost disk. Their keys may be stored again elsewhere."""
+        """Records that the pages at the positions `pages` of a rank's op were on a lost disk. Their keys may be stored
+        again elsewhere."""
         op = self.ops[op_id]
         op.gone.update(pages)
         for page in pages:
@@ -429,11 +435,12 @@ class Model:
     # --- expiry ---
 
     def note_times(self, expiries: dict[Key, int]) -> None:
-        """Records when the pages that a planned op brings to host memory expire, in Unix seconds; 0 for never."""
+        """Records the expiry of pages that a planned op copies to host memory, in Unix seconds; 0 for never."""
         self.expiry.update(expiries)
 
     def expire(self, now_s: int) -> set[Key]:
-        """Forgets expired pages that are in host memory or on their way there. Returns those that were visible."""
+        """Forgets expired pages that are in host memory or being copied to it. Returns the keys of those that were
+        visible."""
         past = [key for key in (*self.visible, *self.pending) if 0 < self.expiry.get(key, 0) <= now_s]
         return set(self.forget(past)[1])
 

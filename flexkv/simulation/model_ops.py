@@ -19,7 +19,7 @@ class ModelOp:
         epoch: the manager's epoch when the op was planned.
         waits_for: ids of the request's loads that were in flight when a store was planned.
         revoked: pages of a store that must not be published, because they were computed from a failed load.
-        gone: pages that must not become visible, because their key was forgotten, lost or taken over by a store.
+        gone: pages that must not become visible, because their keys were forgotten, lost, or taken over by a store.
         failed: pages that failed on some rank.
         suspect: pages of a load that the manager must forget.
         damaged: pages that failed on some rank because of their content, or for an unknown cause.
@@ -51,8 +51,7 @@ class ModelFailure:
 
     Attributes:
         loads: ids of the failed loads.
-        first_token: position of the first token that a load from host memory did not bring; None if no such load has
-            failed.
+        first_token: position of the first token whose load from host memory failed; None if no such load has failed.
         from_disk: whether a load straight from disk has failed.
     """
 

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_CAUSES, NO_DIGESTS, OpKind, OpResult, OpSta
 
 
 class Ranks:
-    """Runs the ranks' streams and movements, and hands the ranks' results to the manager."""
+    """Runs the ranks' streams and movements, and passes the ranks' results to the manager."""
 
     def __init__(self, world: World, requests: Requests) -> None:
         self.world = world
@@ -44,8 +44,8 @@ class Ranks:
         rank.outbox.append(OpResult.cancelled(movement.op.op_id, movement.op.pages, "cancelled"))
 
     def _move_rank(self, rank: Rank) -> None:
-        """Takes one step on one rank: runs the first item of its stream, or moves some pages of any op outside the
-        stream.
+        """Makes one step of one rank: runs the first item of the rank's stream, or moves some pages of an op that is
+        not in the stream.
         """
         world = self.world
         if rank.stream and (not rank.moving or world.random.random() < 0.5):
@@ -71,8 +71,8 @@ class Ranks:
                 self._finish(rank, movement)
 
     def _move_page(self, rank: Rank, movement: Movement) -> bool:
-        """Moves the first page that can be moved, or fails it if its read has failed. Returns False if no page can be
-        moved now.
+        """Moves the first page that can be moved, or marks it as failed if its read from disk has failed. Returns False
+        if no page can be moved yet.
         """
         world = self.world
         op = movement.op
@@ -97,7 +97,8 @@ class Ranks:
         return False
 
     def _bring_page(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a page from its disk slot to its engine block. Fails it if the disk slot does not have that page."""
+        """Moves a page from its disk slot to its engine block. Marks the page as failed if the disk slot does not have
+        it."""
         world, op = self.world, movement.op
         symbols = world.disk.read(op.group, int(op.places[page]), identities(op)[page])
         if symbols is None:
@@ -109,7 +110,7 @@ class Ranks:
         world.engine.bring_page(rank, movement, page, symbol, fails)
 
     def _write_stripe(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Writes a rank's stripe of a page to disk. If it fails, the stripe is garbage."""
+        """Writes a rank's stripe of a page to disk. A random failure makes the stripe garbage."""
         world, op = self.world, movement.op
         fails = world.random.random() < world.config.failure_rate
         symbol = world.engine.read_page(rank, movement, page, fails)
@@ -125,7 +126,8 @@ class Ranks:
 
     def _finish(self, rank: Rank, movement: Movement) -> None:
         status, failed, reason, causes = OpStatus.OK, movement.failed, "", NO_CAUSES
-        # If a lane for loads straight from disk were down, there would be no such loads for the rest of the run.
+        # A lane for loads straight from disk does not go down, because the rest of the run would then have no such
+        # loads.
         may_go_down = movement.op.kind is not OpKind.GDS_READ
         if may_go_down and len(failed) == movement.op.pages and self.world.random.random() < 0.5:
             status, failed, reason = OpStatus.LANE_DOWN, [], "lane down"

@@ -1,4 +1,4 @@
-"""Keeps a manager's reports to its listener until the model checks the call in which they came."""
+"""Records the events that a manager reports to its listener, until the model checks the call that caused them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from flexkv.simulation.base import Key, require
 
 
 class Recorder(CacheListener):
-    """Listener that collects the manager's reports until they are taken."""
+    """A listener that records the manager's events until a `take_` method returns them."""
 
     def __init__(self) -> None:
         self.published: list[Key] = []
         self.evicted: list[Key] = []
         self.expiring: set[Key] = set()
-        """Keys whose pages must leave host memory in the next call, because they have expired."""
+        """Keys of expired pages, which the manager must evict from host memory in its next call."""
         self.resets: list[int] = []
 
     def on_publish(self, group: int, keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""A request of a simulation: its prompt, what it was promised, and the engine blocks that it has."""
+"""A request of a simulation: its prompt, the steps that were promised to it, and its engine blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class SimRequest:
         state: "new", "waiting" (for its lookup), "matched" (the lookup has answered), "loading" or "running".
         start: number of leading steps that come from the engine's own cache.
         promised: number of steps after `start` that the last lookup promised.
-        promised_tail, tail_loaded: tokens of the partial tail that the last lookup promised, and that were loaded.
+        promised_tail, tail_loaded: number of tokens of the partial tail that the last lookup promised, and number that
+            were loaded.
         blocks: for each group, the engine block of each page. The tail's block comes last.
-        has: for each group and each of its `blocks`, whether the engine takes the block to have KV.
+        has: for each group and each of its `blocks`, whether the engine assumes that the block has KV.
         computed: number of leading steps that the engine treats as done. The tail counts as a step after `path`.
         offered: number of leading steps that were offered to the manager.
         unverified: ids of the request's ops of loads in flight. The engine may already use their target blocks.

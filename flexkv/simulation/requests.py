@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Requests:
-    """Each public method makes an event happen, most of them to a request that is chosen at random."""
+    """Each public method makes one event happen, usually to a randomly chosen request."""
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
@@ -91,7 +91,8 @@ class Requests:
             self._run_some(request)
 
     def _ask_again(self, request: SimRequest) -> None:
-        """Repeats the lookup of a waiting request, usually when the manager says that it need not wait any more."""
+        """Repeats the lookup of a waiting request, usually when the manager reports that the request need not wait any
+        more."""
         world = self.world
         waits = world.manager.still_waits(request.request_id)
         if waits and request.request_id in world.line:
@@ -157,8 +158,8 @@ class Requests:
         end = world.random.randint(first, request.computed)
         for group, pages in enumerate(world.config.pages_a_step):
             numbers = [n for n in range(first * pages, end * pages) if request.has[group][n]]
-            # A store takes consecutive blocks, but not all blocks that a request has in a window's group are
-            # consecutive.
+            # One store takes only consecutive blocks. In a group with a sliding window, a request's blocks can have
+            # gaps.
             while numbers:
                 cut = next((i for i in range(1, len(numbers)) if numbers[i] != numbers[0] + i), len(numbers))
                 self._store_blocks(request, group, numbers[:cut])
@@ -174,7 +175,7 @@ class Requests:
         on_disk, read = self._on_disk(group, array)
         loading = world.blocks_being_loaded(group)
         from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
-        spare = int(array[0, 0]) % 5 == 0  # depends on the key alone, so it changes no random choice
+        spare = int(array[0, 0]) % 5 == 0  # depends only on the key, so it draws no random number
         expiries = world.expiries_of(group, array, request.ttl_s)
         plan = world.manager.begin_store(
             request.request_id, group, array, blocks, numbers[0], spare=spare, ttl_s=request.ttl_s
@@ -201,8 +202,8 @@ class Requests:
             world.submit(op, request, OpRole.STORE, chosen, [numbers[i] for i in part], in_stream=True)
 
     def _on_disk(self, group: int, keys: Keys) -> tuple[set[int], set[int]]:
-        """Returns the positions of keys that are on disk or being written to disk, and which of these have disk slots
-        that are being read."""
+        """Returns two sets of positions: of keys that are on disk or being written to disk, and of those among them
+        whose disk slots are being read."""
         world = self.world
         if not world.config.gds_stores:
             return set(), set()
@@ -219,7 +220,7 @@ class Requests:
 
     def preempt(self) -> None:
         request = self.world.pick()
-        # An engine preempts only running requests, and none that waits for its load.
+        # An engine preempts only running requests, and no request that waits for its load.
         if request is not None and request.state == "running":
             self.restart(request)
 
@@ -245,11 +246,11 @@ class Requests:
     def recompute_from(self, request: SimRequest, number: int) -> None:
         """Makes the engine compute step `number` and all later steps again, because the step's KV is lost.
 
-        The engine goes back further if a group lacks pages that it needs to continue at that step.
+        The engine starts at an earlier step if a group lacks pages that it needs to continue at step `number`.
         """
         if request.state == "matched":
-            # The promise begins after blocks of the engine's own cache. Some of these blocks are lost, so the engine
-            # looks up again.
+            # The promised blocks follow blocks of the engine's own cache. Some of those blocks are lost, so the engine
+            # looks up the request again.
             self.restart(request)
         if not request.blocks:
             return

@@ -1,5 +1,5 @@
-"""Checks how lookups take room for reads (see `line_model`): only when it is the request's turn, and either all the
-room that the lookup needs or none.
+"""Checks how lookups take room for their reads (`line_model` defines "room"). A lookup may take room only when it is
+the request's turn. It takes either all the room that it needs or none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST = ReadRoom(FETCH_PAGES, FETCH_OPS)
 
 
 class RoomJudge:
-    """Judges one lookup. Must be made before the lookup.
+    """Checks one lookup. The object must be made before the lookup.
 
     Args:
         tails: whether the lookup also asks for a partial tail.
@@ -28,22 +28,24 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # Pages that are held for the request although it no longer wants them may make it wait once.
+        # Pages that were fetched for the request may be held although its lookup no longer needs them. They may make it
+        # wait once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 
     @property
     def _can_tell(self) -> bool:
-        """Whether the lookup's reads can be predicted: if there is room, it reads all wanted pages that are on disk."""
+        """Whether this class can predict the lookup's reads: if there is room, the lookup reads all wanted pages that
+        are on disk."""
         config = self._world.config
         others = config.measured_steps or config.gds_loads or config.tier_places or config.remote
         prefixes = all(spec.rule is Rule.FULL for spec in config.groups)
         return bool(config.disk_places) and prefixes and not others
 
     def _all_there_is(self) -> list[Key] | None:
-        """Returns the pages after the request's start, up to the first that is not in host memory, on its way there, or
-        on disk. None if the pages exceed the limit of load pages. Also None if one of them is being stored, because the
-        lookup may find that page on disk.
+        """Returns the request's pages from its start up to the first page that is neither in host memory, nor being
+        copied to it, nor on disk. None if the pages exceed the limit of load pages. Also None if one of the pages is
+        being stored, because the lookup may find that page on disk.
         """
         world, request = self._world, self._request
         room = world.model.limits.inflight_load_pages - world.model.load_pages()
@@ -72,7 +74,7 @@ class RoomJudge:
         return bool(self._world.disk_tier.presence.find(key[0], array)[0] != NO_ENTRY)
 
     def judge(self, result: MatchResult, evicted: list[Key]) -> None:
-        """Checks the outcome of the lookup.
+        """Checks the result of the lookup.
 
         Args:
             evicted: keys that the lookup evicted from host memory.

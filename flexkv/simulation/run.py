@@ -23,12 +23,13 @@ from flexkv.simulation.world import World
 Action = Callable[[], None]
 
 RESET, RESET_REMOTE = 0.05, 0.01
-"""Weight of a reset among the actions, without and with a remote tier. After a reset, a remote tier is out of use for
-the rest of the run, so resets are rarer with one."""
+"""Weight of a reset among the actions, without and with a remote tier. With a remote tier resets are rarer, because
+after a reset that tier is out of use for the rest of the run."""
 
 
 class Simulation:
-    """One run. Tests pass a faulty manager as `manager_class` to check that the simulation finds the fault."""
+    """One run of a simulation. Tests pass a faulty manager class as `manager_class` to check that the simulation finds
+    the fault."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory = LocalCacheManager) -> None:
         self.world = World(config, manager_class)
@@ -39,7 +40,7 @@ class Simulation:
 
     @property
     def report(self) -> SimulationReport:
-        """The report so far. It can also be read after a rule was broken."""
+        """The report of the steps so far. It can also be read after the run has ended with a broken rule."""
         return self.world.report
 
     def _orders_planned(self) -> None:
@@ -47,8 +48,8 @@ class Simulation:
             self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
-        """Returns every action and its weight. In the report an action has the name of its method; actions of disks,
-        tiers and stores have a prefix."""
+        """Returns every action and its weight. The report names an action after its method, with a prefix for actions
+        of disks, tiers and stores."""
         return [
             (self.requests.arrive, 8),
             (self.requests.advance_request, 30),

@@ -1,5 +1,5 @@
-"""Events of a remote tier in a simulation. Values disappear, come from other machines, or are damaged or swapped.
-Answers are false or never come. The helper process dies while its ops are in flight."""
+"""Events of a remote tier in a simulation. Values in the store disappear, are written by other machines, or are damaged
+or swapped. The store's answers are false or missing. The helper process dies while its ops are in flight."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind, OpResult, TransferOp
 
 LIE = 0.05
-"""Share of pages for which an answer is false. A real store answers falsely if the machine that holds a value has died,
-or if a writer has not finished."""
+"""Share of pages for which the store's answer is false. A real store gives a false answer if the machine that holds a
+value has died, or if a writer has not finished."""
 
 UNANSWERED = 0.1
-"""Share of questions that get no answer in time."""
+"""Share of questions that the store does not answer in time."""
 
 NAMED_WEIGHTS = 0
 """Epoch of the weights for which the names in the store were made."""
@@ -31,7 +31,7 @@ class StoreMoves(TierMoves):
     """Carries out the ops of the remote tier, which is the last tier of its world.
 
     Args:
-        orders_planned: called when an answer may have planned fetches.
+        orders_planned: a function to call when an answer may have planned fetches.
     """
 
     tier: RemoteTier  # type: ignore[assignment]
@@ -75,8 +75,8 @@ class StoreMoves(TierMoves):
             each.failed.append(page)
 
     def fetched(self, group: int, key: bytes) -> list[Symbol] | None:
-        """Returns the page that the helper brings for a key; None if the store has no intact value for it. Removes a
-        value whose trailer is damaged or has a different key."""
+        """Returns the symbols of the page that the helper process gets for a key; None if the store has no intact value
+        for the key. Removes a value whose trailer is damaged or has a different key."""
         value = self.store.values.get((group, key))
         if value is not None and value.sealed != key:
             del self.store.values[group, key]
@@ -86,7 +86,7 @@ class StoreMoves(TierMoves):
     # --- events ---
 
     def answer(self) -> None:
-        """Answers one of the open questions, sometimes falsely, or ends it without an answer."""
+        """Answers one of the open questions, sometimes falsely, or ends the question without an answer."""
         world, store = self.world, self.store
         if store.questions:
             question = world.random.choice(store.questions)
@@ -139,8 +139,8 @@ class StoreMoves(TierMoves):
                     self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
 
     def cut(self) -> None:
-        """Makes the store unreachable and its helper die, or brings both back. Ops in flight end with the helper; none
-        of their bytes move afterwards."""
+        """Makes the store unreachable and kills its helper process, or restores both. Ops in flight end when the helper
+        dies; their remaining pages do not move."""
         world, store = self.world, self.store
         if store.down_reason:
             store.down_reason = ""
@@ -166,7 +166,7 @@ class StoreMoves(TierMoves):
     def lose(self) -> None:
         self.spoil()
 
-    # --- ends ---
+    # --- end of a run ---
 
     @property
     def busy(self) -> bool:

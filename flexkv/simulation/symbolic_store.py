@@ -1,7 +1,8 @@
-"""A simulated store that other machines also use, with symbols as values. Like a real store, it may answer falsely.
+"""A simulated store that other machines also use, with symbols as values. Like those of a real store, its answers may
+be false.
 
-Questions wait here until `StoreMoves` answers them. `StoreMoves` also moves the pages. The remote tier that uses this
-store is the real one.
+Questions wait in this store until `StoreMoves` answers them. `StoreMoves` also moves the pages. The real `RemoteTier`
+uses this store.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class SymbolicStore:
         self._held = False
         self._answers: list[tuple[OpId, Presences]] = []
 
-    # --- as the tier's lane ---
+    # --- methods that the remote tier calls, as on its lane ---
 
     def watch(self) -> None:
         """Does nothing, because the simulation decides when the store is lost or comes back."""
@@ -90,7 +91,7 @@ class SymbolicStore:
         for row in keys:
             self.values.pop((group, row.tobytes()), None)
 
-    # --- what the simulation does ---
+    # --- methods that the simulation calls ---
 
     def answer(self, question: Question, presences: Presences) -> None:
         self.questions.remove(question)
@@ -104,5 +105,5 @@ class SymbolicStore:
 
 
 def keys_of(op: TransferOp) -> list[bytes]:
-    """Returns the keys of an op's pages, which its tags have."""
+    """Returns the keys of an op's pages, from the op's tags."""
     return [row.tobytes() for row in np.ascontiguousarray(tag_fields(op.tags)["key"])]

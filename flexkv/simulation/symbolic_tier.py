@@ -1,7 +1,8 @@
-"""A tier for simulations only. It does the minimum that `flexkv.cache.tiers.contract` requires, with symbols as pages.
+"""A tier that only simulations use. It implements the minimum that `flexkv.cache.tiers.contract` requires, with symbols
+as pages.
 
-With `SymbolicVolumes`, a simulation tests the real disk tier above simulated disks. With this tier, it tests only that
-the manager keeps the contract.
+With `SymbolicVolumes`, a simulation tests the real disk tier on simulated disks. With this tier, it tests only that the
+manager keeps the contract of tiers.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class SymbolicTier(Tier, Source, Sink):
     def room(self, group: int) -> int:
         return self._places
 
-    # --- ends ---
+    # --- forget and reset ---
 
     def forget(self, group: int, keys: Keys) -> int:
         entries = self.presence.find(group, keys, ready_only=False)

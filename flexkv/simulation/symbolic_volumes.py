@@ -1,8 +1,8 @@
 """Simulated disks without bytes: each disk slot (`place` in code) has a page's identity and one symbol per rank.
 
-They implement the parts of the contract `flexkv.storage.base.Volumes` that matter to a manager, and check the manager's
-requests. A manager must not use a disk whose loss it knows, publish a page that was not written, or overwrite a page
-before it has recorded the page's eviction.
+The simulated disks implement the parts of the contract `flexkv.storage.base.Volumes` that matter to a manager. They
+check the manager's requests. After a disk's loss was reported to the manager, the manager must not use the disk. It
+must not publish a page that was not written, nor overwrite a page before it has recorded the page's eviction.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SymbolicVolumes(Volumes):
     Attributes:
         content: for each group, by disk slot, identity and symbols of the page that was written to the slot. A torn
             write leaves no entry.
-        journal: for each group, by disk slot, the row that would be found after a crash: key, generation, tokens,
-            expiry.
+        journal: for each group, by disk slot, the row that a new process would find after a crash: key, generation,
+            tokens, expiry.
     """
 
     def __init__(self, slots: Sequence[int], disks: int = 2) -> None:
@@ -72,7 +72,7 @@ class SymbolicVolumes(Volumes):
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
-        """For each group, by disk slot without a trailer and by rank, the symbol that the rank wrote to the slot."""
+        """For each group: disk slot whose page has no trailer yet -> rank -> symbol that the rank wrote to the slot."""
         self._named: tuple[bytes, int] | None = None
         """The weights that were named last, and the epoch at that time; None if no weights were named yet."""
         self._announced: set[int] = set()
@@ -80,16 +80,18 @@ class SymbolicVolumes(Volumes):
 
     @classmethod
     def reopened(cls, former: SymbolicVolumes) -> SymbolicVolumes:
-        """Returns the same disks as a new process finds them: with the rows of the journal and the written pages."""
+        """Returns the disks `former` as a new process finds them: with the rows of the journal and the written
+        pages."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)
-        # New generations must be higher than all before. On real disks, the highest part of a generation counts opens.
+        # New generations must be higher than all earlier ones. On real disks, the highest bits of a generation count
+        # how often the disks were opened.
         tier._generation = former._generation + (1 << 20)
         tier._epoch, tier._named = former._epoch, former._named
         tier.content, tier.journal = former.content, former.journal
         return tier
 
-    # --- the contract ---
+    # --- methods of the contract `Volumes` ---
 
     @property
     def disks(self) -> int:
@@ -213,7 +215,7 @@ class SymbolicVolumes(Volumes):
         self.closed = True
         return True
 
-    # --- what a simulation does to it ---
+    # --- methods that only the simulation calls ---
 
     def lose(self, disk: int) -> None:
         """Makes a disk fail permanently."""
@@ -227,7 +229,7 @@ class SymbolicVolumes(Volumes):
                     del self.journal[group][place]
 
     def check_places(self, places: Places) -> None:
-        """Checks that none of these disk slots is on a disk whose loss was reported to the manager."""
+        """Checks that none of the disk slots `places` is on a disk whose loss was reported to the manager."""
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
@@ -238,13 +240,13 @@ class SymbolicVolumes(Volumes):
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that these pages of an op, none of which failed because of its content, are still in the durable
-        index."""
+        """Checks that the pages at the positions `pages` of an op are still in the durable index. None of them failed
+        because of its content."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
-        """Checks that the durable index no longer has these pages of an op, because they could not be read from the
-        op's disk slots.
+        """Checks that the durable index no longer has the pages at the positions `pages` of an op. They could not be
+        read from the op's disk slots.
         """
         wanted = identities(op)
         for page in pages:
@@ -255,8 +257,8 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Writes a page over a disk slot's old content, and returns whether the write succeeded. Checks that the old
-        content would not be found after a crash.
+        """Writes a page over a disk slot's old content, and returns whether the write succeeded. Checks that the index
+        that survives a crash does not list the old content.
         """
         require(
             place not in self.journal[group],
@@ -270,7 +272,7 @@ class SymbolicVolumes(Volumes):
 
     def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
         """Writes a rank's stripe of a page, and returns whether the write succeeded. The former page of the disk slot
-        is lost. Checks that the former page would not be found after a crash.
+        is lost. Checks that the index that survives a crash does not list the former page.
         """
         require(
             place not in self.journal[group],

@@ -1,5 +1,5 @@
 """Events of a simulation's symbolic tier. Pages fail. Ops end late, in any order, or are cancelled before they begin.
-Pages are lost without the tier's knowledge.
+Pages are lost without a report to the tier.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TierMoves:
     def _epoch(self) -> int:
         return self.tier.epoch
 
-    # --- what happens ---
+    # --- events ---
 
     def move(self) -> None:
         """Moves or fails some pages of an op."""
@@ -122,7 +122,7 @@ class TierMoves:
             each.result = OpResult.cancelled(OpId(each.op.op_id), each.op.pages, "cancelled")
 
     def lose(self) -> None:
-        """Deletes a page from the tier's slots without telling the tier."""
+        """Deletes a page from the tier's slots. The tier's index still lists the page."""
         random = self.world.random
         group = random.randrange(len(self.tier.content))
         written = {
@@ -151,7 +151,8 @@ class TierMoves:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: SimulatedMove, result: OpResult) -> None:
-        """Checks that the tier no longer finds a page in a slot from which the page could not be read."""
+        """Checks the op's pages that could not be read from their slots. The tier must no longer list them in these
+        slots."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:
                 continue
@@ -162,11 +163,11 @@ class TierMoves:
                 int(each.op.places[page]) not in places, "a page that could not be read is still in the tier"
             )
 
-    # --- ends ---
+    # --- end of a run ---
 
     @property
     def busy(self) -> bool:
-        """Whether there is an op whose result the manager does not have yet."""
+        """Whether there is an op whose result was not passed to the manager yet."""
         return bool(self._moving)
 
     def check(self) -> None:

@@ -28,12 +28,12 @@ from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import NEVER, WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
-"""Number of block tables that are remembered after their requests have lost the blocks. A load finishes long before
-this many requests lose their blocks."""
+"""Number of block tables that are kept after their requests have lost the blocks. A load finishes long before this many
+requests lose their blocks."""
 
 
 FETCH_PAGES = 12
-"""Maximum number of pages that are being read from one tier."""
+"""Maximum number of pages in reads in flight from one tier."""
 
 FETCH_OPS = 4
 """Maximum number of reads from disk in flight."""
@@ -56,7 +56,7 @@ def host_slots(op: TransferOp) -> list[int]:
 
 
 class World:
-    """The state of one run, and actions that several parts of the simulation take."""
+    """The state of one run, and methods that several parts of the simulation use."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory) -> None:
         self.config = config
@@ -119,12 +119,12 @@ class World:
         self.report = SimulationReport()
         self.lost_until = 0
         self._stored_at: dict[Key, int] = {}
-        """By key of a page that expires, the Unix time in seconds of its last store."""
+        """Key of a page that expires -> time of the page's last store, in Unix seconds."""
         for group in range(len(config.groups)):
             self.grow(group)
 
     def _waiting_slots(self, group: int) -> set[int]:
-        """Returns the host slots whose pages were fetched for requests that have not looked up again."""
+        """Returns the host slots whose pages were fetched for requests whose lookup was not repeated yet."""
         return self.manager.held_slots(group)
 
     def _symbolic_tier(self, context: TierContext) -> SymbolicTier:
@@ -179,13 +179,14 @@ class World:
         return int(BEGUN_S + self.now_s)
 
     def expire_pages(self) -> None:
-        """Forgets expired pages in the model. Must be called before each call in which the manager drops them."""
+        """Forgets expired pages in the model. Must be called before each call of the manager that drops expired
+        pages."""
         if self.config.ttl_s:
             self.recorder.expiring |= self.model.expire(self.unix_s)
 
     def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
-        """Returns when the pages that a store brings to host memory now will expire, in Unix seconds: after `ttl_s`, or
-        with their copy on disk if that is earlier. NEVER if neither expires.
+        """Returns the expiry, in Unix seconds, of pages whose store to host memory begins now. It is after `ttl_s`, or
+        at the expiry of the page's copy on disk if that is earlier. NEVER if neither exists.
         """
         ends = self.unix_s + ttl_s if ttl_s else NEVER
         on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None
@@ -199,8 +200,8 @@ class World:
         self._stored_at.update((key, self.unix_s) for key, expiry in pages if expiry)
 
     def is_over(self, key: Key) -> bool:
-        """Returns whether every copy of a page has expired in all tiers. This follows from the time of the page's last
-        store, because no copy is younger."""
+        """Returns whether every copy of a page has expired in all tiers. The time of the page's last store decides,
+        because no copy is younger."""
         stored = self._stored_at.get(key)
         return stored is not None and self.unix_s >= stored + self.config.ttl_s
 
@@ -249,7 +250,7 @@ class World:
         in_stream: bool,
         load: int = 0,
     ) -> None:
-        """Gives an op to the ranks.
+        """Submits an op to the ranks.
 
         Args:
             keys, numbers: keys of the op's pages, and their numbers in the request.
