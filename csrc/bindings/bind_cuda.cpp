@@ -1,4 +1,4 @@
-// Binds CUDA devices: the lane that copies to and from one, and memory on it.
+// Binds the lane that copies to and from a CUDA device, and memory on the device.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -38,7 +38,8 @@ std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kern
       cuda::CopySwitches{batch, kernel, {load_kernel_below, store_kernel_below}}, std::move(digests)));
 }
 
-// Returns (path, pieces, bytes, driver calls) for each path.
+// Returns (path, pieces, bytes, driver calls) for each path, that is, for each method by which the lane
+// copies.
 py::list path_counts(const cuda::CudaLane& lane) {
   py::list list;
   for (int i = 0; i < cuda::kPaths; ++i) {

@@ -1,4 +1,4 @@
-// Binds transfers between files and the engine's pool.
+// Binds the direct transfers (GPUDirect Storage) between files and the engine's pool.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -110,8 +110,8 @@ GTensorHandler to_handler(const TensorArgument& pointers, int32_t gpu_block_type
 
 enum class RawCall { kDirect, kStaged, kReserve };
 
-// The common body of the functions on raw files. `staging_buffer` is None unless the staged function passes a
-// buffer.
+// The common body of the functions that transfer to and from raw files. `staging_buffer` is None unless the
+// staged function passes a buffer.
 void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, const py::object& gpu_layer_ptrs,
                   const py::object& gds_block_ids, const py::object& gpu_block_ids, int64_t gpu_kv_stride,
                   int64_t gpu_block_stride, int64_t gpu_layer_stride, int64_t gds_layer_stride,
@@ -158,7 +158,7 @@ void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, cons
   }
 }
 
-// Returns (transform, copy) seconds for each repeat.
+// Returns, for each repeat, the seconds that the transform took and the seconds that a plain copy took.
 std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, int32_t layers,
                                                        int64_t run_bytes, int64_t blocks, bool into_pool,
                                                        bool whole_device, int32_t repeats) {
@@ -172,7 +172,8 @@ std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, in
   return times;
 }
 
-// Binds a function on raw files with the arguments that all such functions have, and then `more`.
+// Binds a function that transfers to or from raw files. Its arguments are those that all such functions have,
+// followed by `more`.
 template <typename Function, typename... More>
 void def_raw_transfer(py::module_& m, const char* name, Function&& function, More&&... more) {
   m.def(name, std::forward<Function>(function), py::arg("gds_manager"), py::arg("gpu_layer_id_list"),

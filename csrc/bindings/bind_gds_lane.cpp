@@ -1,4 +1,4 @@
-// Binds the lane between the engine's pool and the slabs on disk. No logic.
+// Binds the lane that moves pages directly between the engine's pool and the slabs on disk.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -52,8 +52,8 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                                static_cast<int32_t>(at)};
     }
   }
-  // The manager needs no deadlines: the transfer engine's watchdog finds transfers that hang, and keeps their
-  // blocks and disk slots until they end.
+  // The GDS manager needs no deadlines: the transfer engine's watchdog finds transfers that hang. It prevents
+  // reuse of their blocks and disk slots until they end.
   const GdsOptions options{.threads_per_device = threads_per_device,
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,
@@ -71,8 +71,8 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
-// Returns libcufile's path, how it was found, its version, and an empty string. If it was not found, returns
-// three empty strings and the reason.
+// Returns libcufile's path, how it was found, its version, and an empty string. If libcufile was not found,
+// returns three empty strings and the reason.
 py::tuple find_cufile() {
   std::string why;
   std::optional<CufileLibrary> library;

@@ -1,5 +1,5 @@
 // Binds the block index of csrc/index. Calls keep the GIL, because they take microseconds, and because a
-// statistics thread must not see a half-made change.
+// statistics thread must not read the index in the middle of a change.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -40,7 +40,7 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
 }
 
 // Returns an array over the vector's own memory. If the vector's capacity is much larger than its size,
-// copies the values instead, because the array may be kept for long.
+// copies the values instead, because Python may keep the array, and thus all the memory, for a long time.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

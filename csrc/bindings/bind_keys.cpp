@@ -23,8 +23,9 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Unit: tokens. How many tokens one call of tail_keys hashes at most. This many take some seconds, with the
-// GIL held. A tail is shorter than a block, and all tails of one 4096-token block have 2**23 tokens together.
+// Unit: tokens. The maximum number of tokens that one call of tail_keys hashes. This maximum takes some
+// seconds, with the GIL held. A tail is shorter than a block, and all tails of one 4096-token block have
+// 2**23 tokens together.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
 std::span<const uint8_t> span_of(const py::bytes& value) {
@@ -60,8 +61,9 @@ py::array view_of_rows(const RowBuffer& rows) {
   return view;
 }
 
-// Returns the index of the first new item in a list whose first item is block (or token) `start` of a chain.
-// The chain already has the first `done` items. Throws ContractError if the list begins after them.
+// Returns the index of the first item of a list that a chain does not have yet. The list starts at block (or
+// token) `start` of the chain, and the chain already has its first `done` items. Throws ContractError if
+// `start` is greater than `done`.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
   throw ContractError("extend: the list starts at " + std::to_string(start) + " and the chain ends at " +
@@ -101,7 +103,7 @@ size_t extend_tokens(TokenChain& chain, py::handle tokens, size_t start) {
   if (whole <= blocks) return 0;
   const size_t count = whole - blocks;
   const auto ids = read_tokens(tokens, begin, chain.tokens_read(count));
-  // Reading a token that is not an int calls its __index__, which may run any code.
+  // Reading a token that is not an int calls its __index__, which may run any code and thus change the chain.
   if (chain.blocks() != blocks) throw ContractError("extend: the chain was changed while tokens were read");
   chain.append(ids, count);
   return count;

@@ -70,7 +70,7 @@ std::string describe(const KvView& view) {
 }
 
 void bind_view(py::module_& m) {
-  // A shared_ptr holds the view, because the transfer engine keeps it for as long as an op may use it.
+  // A shared_ptr owns the view, because the transfer engine keeps the view for as long as an op may use it.
   NativeBinding<KvView, std::shared_ptr<KvView>>(m, "KvView")
       .def(py::init([](const RunArray& runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block) {
              std::vector<Segment> segments = to_segments(runs);
@@ -102,7 +102,8 @@ void bind_slot_image(py::module_& m) {
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      // For an object of a different class, the result is NotImplemented instead of an error.
+      // py::is_operator makes the result NotImplemented, instead of an error, if the other object has a
+      // different class.
       .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
 
@@ -175,8 +176,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// These are tuples because pybind11, for a std::array, accepts a sequence that yields fewer items than its
-// length claims.
+// The types of arguments for orders. They are tuples because pybind11, for a std::array, accepts a sequence
+// that yields fewer items than its length claims.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

@@ -1,5 +1,5 @@
-// Binds lookups over all tiers. Calls keep the GIL, as those of the block index do. Arrays of the pages found
-// are made on demand, over the result's own memory.
+// Binds lookups over all tiers. Calls keep the GIL, as the calls of the block index do. The arrays of a
+// lookup's result are made on demand, over the result's own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -24,8 +24,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Converts a number of pages that a lookup may fetch. It is negative if more pages are reserved than allowed,
-// and then counts as 0.
+// Converts the number of pages that a lookup may fetch. A negative number counts as 0; the number is negative
+// if more pages are reserved than allowed.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
 // Unit: tokens. The length of the longest request; for a longer one, products could overflow.
@@ -89,7 +89,7 @@ py::object look(TierLookup& lookup, const List<py::array>& keys, int64_t start_b
     const auto all = keys_of(of_group);
     offered.push_back(all.subspan(std::min(all.size(), static_cast<size_t>(start_block))));
   }
-  // The Python object is made before the lookup, so that nothing is leased yet if this fails.
+  // Makes the Python object before the lookup, so that no page is leased yet if making the object fails.
   auto made = std::make_unique<Found>();
   Found& found = *made;
   py::object object = py::cast(std::move(made));

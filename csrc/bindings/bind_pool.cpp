@@ -46,8 +46,8 @@ std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int6
   return released_without_gil(HostPool::attach(address));
 }
 
-// Waits until `slots` slots can be used, and stops early if the pool will get no more slots. Returns whether
-// that many can be used.
+// Waits until `slots` slots can be used, and stops early if the pool gets no more slots. Returns whether
+// `slots` slots can be used.
 bool wait_ready(const HostPool& pool, int64_t slots, double deadline_s) {
   bool ready = false;
   wait_interruptibly(deadline_s, [&](double slice_s) {

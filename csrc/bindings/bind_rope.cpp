@@ -1,4 +1,4 @@
-// Binds the rotation of keys, and its checks.
+// Binds the rotation of keys to new positions, and the checks of its arguments.
 #include <pybind11/pybind11.h>
 
 #include <string>

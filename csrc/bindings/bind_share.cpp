@@ -1,5 +1,5 @@
-// Binds csrc/share: boards, and the directory of other units' pages. Calls that copy pages or follow boards
-// run without the GIL.
+// Binds csrc/share: boards, and the directory of other units' pages. Calls that copy pages or read boards run
+// without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// Binds the disk tier: page codecs, open slabs and the disk lane. No logic.
+// Binds the disk tier: page codecs, open slabs and the disk lane.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -44,8 +44,8 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
-// Deletes a slab whose last owner may be Python. Closing the slab's file waits for a server that does not
-// answer, and this must not delay all threads of the interpreter.
+// Deletes a slab whose last owner may be Python. Releases the GIL if this thread holds it: if the file's
+// server does not answer, closing the file waits, and this must not delay all Python threads.
 struct CloseWithoutGil {
   void operator()(SlabFile* slab) const {
     // There is no GIL to release on a lane's own thread, or after the interpreter has ended.
@@ -90,8 +90,8 @@ void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uin
   codec.seal(bytes.data(), {slab_id, slot}, fields, written);
 }
 
-// Throws GeometryError if the buffer is too small for a page's stripes or, with host digests, for its whole
-// image.
+// Throws GeometryError if the buffer is too small for a page's stripes or, if the codec uses host digests,
+// for the page's complete image.
 void require_stripes(const PageCodec& codec, const ByteBuffer& buffer) {
   const int64_t needed = codec.host_digests() ? codec.image_bytes() : codec.image().trailer_offset();
   if (static_cast<int64_t>(buffer.size()) >= needed) return;

@@ -25,7 +25,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// A recorded point in a stream. All that Python can do with it is to pass it to submit().
+// A recorded point in a stream. Python can only pass it to submit().
 struct StreamPoint {
   std::shared_ptr<StreamEvent> event;
 };
@@ -38,13 +38,13 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// Returns an op's digests as an array [pages, runs], which has no pages if the op computed no digests.
+// Returns an op's digests as an array [pages, runs]. If the op computed no digests, the array has 0 pages.
 py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t runs) {
   const auto pages = static_cast<py::ssize_t>(runs == 0 ? 0 : digests.size() / runs);
   return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
-// Returns the failure causes as an array with one for each failed page.
+// Returns the failure causes of an op as an array with one element for each failed page.
 py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
   static_assert(sizeof(FailureCause) == 1);
   const auto count = static_cast<py::ssize_t>(causes.size());
@@ -62,9 +62,9 @@ std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, c
 }
 
 std::vector<OpResult> poll(TransferEngine& engine, size_t max_results) {
-  // The inference engine polls in each of its steps, and usually no op has finished. Checking this first,
-  // without a lock and with the GIL held, saves the step from waiting for a lane's thread or another Python
-  // thread.
+  // The inference engine polls in each of its steps, and usually no op has finished. has_results() takes no
+  // lock and keeps the GIL, so in the usual case the step waits neither for a lane's thread nor for another
+  // Python thread.
   if (!engine.has_results()) return {};
   const py::gil_scoped_release release;
   return engine.poll(max_results);

@@ -1,5 +1,5 @@
-// One function per area, each in its own bind_<area>.cpp. module.cpp calls them in an order that the comments
-// below require.
+// Declares one binding function per area; bind_<area>.cpp defines it. module.cpp calls these functions. The
+// comments beside them say in which order.
 #pragma once
 #include <pybind11/pybind11.h>
 

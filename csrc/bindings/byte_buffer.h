@@ -1,5 +1,5 @@
-// The bytes of a C-contiguous Python buffer of any item type. The object holds the buffer until it is
-// destroyed.
+// The bytes of a C-contiguous Python buffer of any item type. A ByteBuffer object keeps the Python buffer
+// exported until the object is destroyed.
 #pragma once
 #include <pybind11/pybind11.h>
 

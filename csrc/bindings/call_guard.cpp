@@ -11,9 +11,9 @@ using Dispatcher = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObje
 
 Dispatcher dispatcher = nullptr;  // pybind11's own dispatcher, the same for all functions of a module
 
-// Calls pybind11's dispatcher, and converts an exception that leaves it to a TypeError. Must neither be
-// noexcept nor catch (...), because a thread that ends while it waits for the GIL unwinds through this
-// function.
+// Calls pybind11's dispatcher, and converts an exception that leaves the dispatcher to a TypeError. This
+// function must neither be noexcept nor catch (...): a thread that ends while it waits for the GIL unwinds
+// through it.
 PyObject* guarded(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   try {
     return dispatcher(self, arguments, count, names);
@@ -34,7 +34,8 @@ void guard(py::handle function) {
   def->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded));
 }
 
-// Guards the functions of one member of a class or module. A property has two, for reading and for writing.
+// Guards the functions of one member of a class or module. A property has two functions, one for reading and
+// one for writing.
 void guard_member(py::handle member) {
   if (PyInstanceMethod_Check(member.ptr()) != 0) {
     guard(PyInstanceMethod_GET_FUNCTION(member.ptr()));

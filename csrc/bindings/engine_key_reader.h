@@ -8,8 +8,8 @@
 
 namespace flexkv {
 
-// The keys [begin, end) of a sequence. It borrows them, so it is valid only while the GIL is held and no
-// Python code runs.
+// The keys [begin, end) of a sequence. The reader does not own the keys, so it is valid only while the caller
+// holds the GIL and no Python code runs.
 class EngineKeyReader {
  public:
   // Throws KeySchemeError if an item is not a bytes object, or has a length that no cryptographic hash has.

@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// References to the Python classes. They are never released, because flexkv.errors is never unloaded and a
-// translator may run during shutdown.
+// References to the Python classes. They are never released, because flexkv.errors is never unloaded, and C++
+// code may still throw while the interpreter shuts down.
 struct Classes {
   PyObject* base;
   PyObject* config;

@@ -1,4 +1,4 @@
-// Translates the exceptions of the native core to the classes of flexkv/errors.py.
+// Translates the native core's C++ exceptions to the exception classes of flexkv/errors.py.
 #pragma once
 #include <pybind11/pybind11.h>
 

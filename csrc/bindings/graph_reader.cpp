@@ -1,4 +1,5 @@
-// Reads graphs that Python submits, by the names of their fields (flexkv/transfer/graph.py).
+// Reads graphs that Python submits. It reads the fields of ops and edges by their names
+// (flexkv/transfer/graph.py).
 #include "bindings/graph_reader.h"
 
 #include <pybind11/numpy.h>
@@ -39,7 +40,7 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
 }
 
 // Returns an op's array. Throws ContractError unless it is contiguous and has elements of type T and
-// `dimensions` dimensions. pybind11's casters would convert or copy any other array instead.
+// `dimensions` dimensions. pybind11's casters would convert or copy an array that does not meet this.
 template <typename T>
 py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
                                             int dimensions, const std::string& needed) {

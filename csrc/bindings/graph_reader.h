@@ -1,5 +1,5 @@
 // Reads graphs that Python submits. An op is any object with the fields of TransferOp in
-// flexkv/transfer/graph.py; an edge is any object with the fields of Edge there.
+// flexkv/transfer/graph.py; an edge is any object with the fields of Edge in the same file.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -1,4 +1,4 @@
-// Waits that a signal can interrupt: Ctrl-C must reach Python while the native core sleeps.
+// Waits that a signal can interrupt, so that Ctrl-C reaches Python while the native core sleeps.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -8,12 +8,12 @@
 
 namespace flexkv {
 
-// Unit: seconds. The longest time that a signal waits to be handled.
+// Unit: seconds. The maximum time between the arrival of a signal and the run of its handler.
 inline constexpr double kSignalLookS = 0.1;
 
 // Calls `wait(seconds)` without the GIL, in slices of at most kSignalLookS, until it returns true or
-// `deadline_s` has passed. Returns whether `wait` returned true. Throws what a signal handler raised.
-// Precondition: the GIL is held.
+// `deadline_s` has passed. Returns whether `wait` returned true. Throws the exception that a signal handler
+// raised. Precondition: the GIL is held.
 template <typename Wait>
 bool wait_interruptibly(double deadline_s, Wait wait) {
   const auto deadline = deadline_in(deadline_s);
@@ -28,8 +28,8 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
-// Calls `work` without the GIL and returns its result. So other Python threads can run meanwhile, and `work`
-// may wait for a lock whose holder needs the GIL. Precondition: the GIL is held.
+// Calls `work` without the GIL and returns its result. So other Python threads can run at the same time, and
+// `work` may wait for a lock whose owner needs the GIL. Precondition: the GIL is held.
 template <typename Work>
 auto without_gil(Work work) {
   const pybind11::gil_scoped_release release;

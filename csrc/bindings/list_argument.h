@@ -1,6 +1,6 @@
 // Reads any Python sequence safely: holds a reference to each item while converting it, limits the length,
-// and reports an error if the sequence shrinks meanwhile. pybind11's own caster would reserve memory for as
-// many items as `__len__` claims.
+// and reports an error if the sequence shrinks during the conversion. pybind11's own caster would reserve
+// memory for as many items as `__len__` claims.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,7 +13,8 @@
 
 namespace flexkv {
 
-// Unit: items. A longer sequence is a mistake, perhaps endless, and converting it would only use up memory.
+// Unit: items. The maximum length. A longer sequence is a mistake by the caller, and may be endless.
+// Converting it could use up all memory.
 inline constexpr size_t kMostListItems = size_t{1} << 20;
 
 template <typename T>
@@ -26,8 +27,8 @@ inline bool is_list(pybind11::handle object) {
 }
 
 // Calls `visit(item)` for each item of a sequence until `visit` returns false. Returns whether it visited all
-// items. Throws ContractError if the sequence is too long or shrinks meanwhile, and whatever the sequence's
-// own methods raise.
+// items. Throws ContractError if the sequence is too long or shrinks during the visit. Throws also any
+// exception that the sequence's own methods raise.
 template <typename Visit>
 bool visit_items(pybind11::handle sequence, Visit visit) {
   const Py_ssize_t length = PySequence_Size(sequence.ptr());

@@ -49,8 +49,8 @@ struct StreamPoint;
 template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
 
-// Whether T is a bound class that is checked. The header of a different module adds its own classes by
-// specialising this variable.
+// Whether T is a bound class that is checked. Another extension module adds its own classes by specialising
+// this variable in its header.
 template <typename T>
 inline constexpr bool kIsNativeClass =
     OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
@@ -61,12 +61,12 @@ inline constexpr bool kIsNativeClass =
 template <typename T>
 concept NativeClass = kIsNativeClass<T>;
 
-// Binds T as pybind11::class_ does, but compiles only if T is in the list above.
+// Binds T as pybind11::class_ does, but compiles only if kIsNativeClass is true for T.
 template <NativeClass T, typename... More>
 using NativeBinding = pybind11::class_<T, More...>;
 
-// Whether `object` is an instance of `type`; false for None and for objects of different classes. Throws
-// TypeError if its __init__ has not run.
+// Whether `object` is an instance of `type`. Returns false for None and for objects of different classes.
+// Throws TypeError if the object's __init__ has not run.
 inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
   if (type == nullptr || object.is_none()) return false;
   if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;

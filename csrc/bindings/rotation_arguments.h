@@ -1,4 +1,5 @@
-// Reads a rotation's arguments from Python, checks them, and converts them to those of rope/rotate.h.
+// Reads the arguments of a rotation of keys from Python, checks them, and converts them to the types of
+// rope/rotate.h.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -72,8 +73,9 @@ struct Rotation {
     if (to.on_host() != from.on_host()) differ(to, from);
   }
 
-  // Throws GeometryError unless all tables are in host memory (`on_host`) or all are on the GPU. The message
-  // says that the wrong table must be where `like` is.
+  // Throws GeometryError unless all tables are in host memory (`on_host` is true) or all are on the GPU
+  // (false). The message names a table that is in the wrong memory, and says that it must be in the same
+  // memory as `like`.
   void require_tables(bool on_host, const TensorArgument& like) const {
     for (const TensorArgument* argument : {&turns, &from_at, &to_at, &which}) {
       if (argument->on_host() != on_host) differ(*argument, like);

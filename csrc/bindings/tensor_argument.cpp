@@ -28,12 +28,12 @@ constexpr int32_t kDlCudaHost = 3;
 constexpr uint8_t kDlInt = 0;
 constexpr int32_t kMostDimensions = 64;
 constexpr Py_ssize_t kShownErrorCharacters = 200;
-// Unit: bytes. No machine has more memory.
+// Unit: bytes. The maximum size of a tensor. No machine has more memory.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Returns the tensor's DLPack capsule. Throws GeometryError, which names the argument, where the library
-// raises BufferError: NumPy does so for a read-only array, other libraries for tensors that they cannot
-// share.
+// Returns the tensor's DLPack capsule. If the tensor's library raises BufferError, throws GeometryError,
+// which names the argument. NumPy raises BufferError for a read-only array, other libraries raise it for
+// tensors that they cannot share.
 py::object capsule_of(const py::object& tensor, const std::string& name) {
   try {
     return tensor.attr("__dlpack__")();

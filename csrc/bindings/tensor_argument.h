@@ -1,5 +1,5 @@
-// A function argument that is a tensor of any library: an object with data_ptr(), as in torch, or with
-// DLPack.
+// A function argument that is a tensor of any library: an object that has data_ptr(), as a torch tensor has,
+// or that supports DLPack.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -10,7 +10,8 @@
 
 namespace flexkv {
 
-// Keeps the object, and thus its memory, alive. Construct and destroy a TensorArgument with the GIL held.
+// Keeps the tensor object, and thus the tensor's memory, alive. Construct and destroy a TensorArgument with
+// the GIL held.
 class TensorArgument {
  public:
   // Throws GeometryError, which names the argument, unless `object` is a contiguous tensor. Does not check
@@ -24,8 +25,8 @@ class TensorArgument {
   // Throws GeometryError unless the address is a multiple of `bytes`.
   void require_aligned(size_t bytes) const;
 
-  // These functions return the elements of a tensor in host memory. They throw GeometryError if the tensor
-  // has a different dtype, is in device memory or is not aligned.
+  // int32s() and int64s() return the elements of a tensor in host memory. They throw GeometryError if the
+  // tensor has a different dtype, is in device memory or is not aligned.
   std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
   std::span<const int64_t> int64s() const { return elements<int64_t>("int64"); }
 

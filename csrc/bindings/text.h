@@ -1,5 +1,5 @@
-// Decodes text from the native core for Python, whatever its encoding. A byte that is not UTF-8 in a file
-// name or a reason must not cause a UnicodeDecodeError.
+// Decodes text from the native core for Python, in any encoding. A file name or an error message may have
+// bytes that are not UTF-8; they must not cause a UnicodeDecodeError.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
 constexpr Py_ssize_t kShownTokenCharacters = 80;
-// Unit: tokens per call. About a hundred times the longest context in use. A longer array is a mistake, such
-// as one number that was broadcast to many. It is refused before memory is allocated.
+// Unit: tokens per call. The maximum length, about a hundred times the longest context in use. A longer array
+// is a mistake, such as one number that was broadcast to many. flexkv rejects it before it allocates memory.
 constexpr size_t kMostTokensInCall = size_t{1} << 27;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {

@@ -52,8 +52,8 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
   return outcome;
 }
 
-// If no rule matches any of the calls, they all go to the inner FileIo in one call; otherwise they are
-// handled one by one.
+// If no rule matches any of the calls, passes all of them to the inner FileIo at once; otherwise passes them
+// one by one.
 void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   std::vector<std::optional<FileFaultRule>> rules;
   bool any = false;

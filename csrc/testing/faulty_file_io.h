@@ -1,5 +1,5 @@
-// A decorator that injects faults into file I/O: calls that fail, that move too few bytes, that finish late
-// or hang, and calls that damage a byte.
+// A decorator around a FileIo that injects faults into its calls: calls that fail, move too few bytes, finish
+// late, hang or damage a byte.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -21,8 +21,8 @@ enum class IoFault : int32_t {
   kCorrupt,  // all bytes are moved, but the one in the middle is damaged
 };
 
-// A fault, and conditions on the calls that have it. A rule matches a call if all conditions that are set
-// hold. If several rules match, only the first one acts.
+// A fault, and conditions on the calls that get it. A rule matches a call if the call meets all conditions
+// that are set. If several rules match, only the first one acts.
 struct FileFaultRule {
   IoFault fault = IoFault::kFail;
   std::optional<bool> write = {};      // whether the call writes
@@ -31,7 +31,8 @@ struct FileFaultRule {
   std::string reason = "Input/output error";
   double delay_s = 0;
   int64_t times = -1;      // how often the rule acts; -1: always
-  bool of_memory = false;  // for kFail: whether the memory is the cause of the error, and not the disk
+  bool of_memory = false;  // for kFail: whether the error is reported as one of the memory instead of the
+                           // disk
 };
 
 class FaultyFileIo : public FileIo {

@@ -8,10 +8,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: ops. More ops than a transfer engine's queues hold at their default size, so that an op in flight
-// keeps its number.
+// Unit: ops. How many ops' numbers the mover remembers: more than the queues of a transfer engine hold at
+// their default size, so that the number of an op in flight is never dropped.
 constexpr size_t kRememberedOps = 16384;
-// Bytes are damaged by an exclusive OR with this.
+// Damages a byte by an exclusive OR with this value.
 constexpr std::byte kDamage{0x5A};
 
 template <typename T, typename U>

@@ -16,11 +16,11 @@ enum class FaultAction : int32_t {
   kFail,     // no byte is moved; the page fails with `reason`
   kDelay,    // the page is moved after `delay_s` seconds
   kStall,    // the page is moved after release()
-  kCorrupt,  // the page is moved, then its bytes at the target are damaged; the call returns OK
+  kCorrupt,  // the page is moved, then its bytes at the destination are damaged; the call returns OK
 };
 
-// A fault, and conditions on the calls that have it. A rule matches a call if all conditions that are set
-// hold. If several rules match, only the first one acts.
+// A fault, and conditions on the calls that get it. A rule matches a call if the call meets all conditions
+// that are set. If several rules match, only the first one acts.
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
   std::optional<OpKind> kind = {};
@@ -46,7 +46,7 @@ class FaultyMover : public PageMover {
   // Lets stalled calls continue. Later calls do not stall any more.
   void release() { stalls_.release(); }
   int64_t calls() const;                              // number of calls of move(), over all kinds
-  int64_t stalled() const { return stalls_.held(); }  // number of calls that are stalled now
+  int64_t stalled() const { return stalls_.held(); }  // number of calls that are stalled at present
   int64_t acted() const;                              // number of calls in which a rule acted
   // Waits until at least `count` calls are stalled at once. Returns false if the deadline passes first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
@@ -58,8 +58,8 @@ class FaultyMover : public PageMover {
   std::shared_ptr<PageMover> inner_;
   mutable std::mutex mutex_;
   std::vector<FaultRule> rules_;
-  // For each op id, the number of the op, counted over all kinds and over its own kind. Only the ops with the
-  // highest ids are remembered.
+  // For each op id, the number of the op, counted over all kinds and over its own kind. Has only the ops with
+  // the highest ids.
   std::map<int64_t, std::pair<int64_t, int64_t>> ordinals_;
   int64_t ops_seen_ = 0;
   std::map<OpKind, int64_t> ops_seen_of_;

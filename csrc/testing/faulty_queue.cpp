@@ -107,8 +107,8 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // To damage a write, this flips a bit of its buffer until the write has finished: its bytes cannot be
-      // changed anywhere else.
+      // To damage a write, flips a bit of the write's buffer and flips it back when the write has finished.
+      // The bytes of a write can be changed only in its buffer.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -132,13 +132,14 @@ void FaultyQueue::spoil(IoDone& done) {
                                   [&](const Marked& m) { return m.request.cookie == done.cookie; });
   if (found == marked_.end()) return;
   found->request.buffer[found->rule.bytes] ^=
-      std::byte{1};  // damages the bytes of a read, and repairs the buffer of a write
+      std::byte{1};  // damages the bytes of a finished read, or repairs the buffer of a finished write
   marked_.erase(found);
 }
 
 void FaultyQueue::wait(std::vector<IoDone>& done) {
   if (!ready_.empty()) {
-    inner_->wake();  // makes the wait below return at once, with the I/Os that have finished, if any
+    inner_->wake();  // makes the inner queue's wait() return at once, with the I/Os that have finished, if
+                     // any
   }
   let_go();
   const size_t before = done.size();

@@ -17,13 +17,13 @@ enum class IoFaultAction : int32_t {
   kStall,    // the I/O begins only after release()
 };
 
-// A fault, and conditions on the I/Os that have it. A rule matches an I/O if all conditions that are set
-// hold. If several rules match, only the first one acts.
+// A fault, and conditions on the I/Os that get it. A rule matches an I/O if the I/O meets all conditions that
+// are set. If several rules match, only the first one acts.
 struct IoFaultRule {
   IoFaultAction action = IoFaultAction::kFail;
   std::optional<bool> write = {};  // whether the I/O writes
   std::optional<int32_t> disk = {};
-  // Number of the I/O, counted from 0 over those that meet the other conditions.
+  // Number of the I/O, counted from 0 over the I/Os that meet all other conditions of the rule.
   std::optional<int64_t> nth = {};
   std::optional<int64_t> offset = {};  // a byte of the file that the I/O reads or writes
   int32_t error = 5;                   // errno for kFail; 5 is EIO
@@ -46,7 +46,7 @@ class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaul
   int64_t acted() const;
   void count_stalled(int64_t change);
   bool wait_stalled(int64_t count, double deadline_s);
-  // From now on each release() wakes this queue, until forget().
+  // Makes each later release() wake this queue, until forget() is called for the queue.
   void on_release(IoQueue* queue);
   void forget(IoQueue* queue);
 

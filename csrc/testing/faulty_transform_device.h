@@ -1,4 +1,4 @@
-// A decorator that injects the errors of a GPU into a transform device, with the texts of CUDA errors.
+// A decorator around a transform device that injects GPU errors, with the texts of CUDA errors.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -14,7 +14,7 @@ class FaultyTransformDevice : public TransformDeviceAround {
 
   // Makes the next `count` batches fail after their bytes have moved.
   void fail_batches(int64_t count) { failing_batches_ = count; }
-  // Whether bind_thread() fails from now on, as for threads that cannot use the device.
+  // Sets whether later calls of bind_thread() fail, as they do in threads that cannot use the device.
   void fail_threads(bool fail) { failing_threads_ = fail; }
   void fail_allocation(bool fail) { failing_allocation_ = fail; }
   int64_t allocated() const { return allocated_; }

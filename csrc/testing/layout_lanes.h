@@ -15,8 +15,8 @@ inline constexpr int kWarpLanes = 32;
 void gather_lane_by_lane(std::span<const Segment> segments, int64_t block, unsigned char* stripe);
 // Copies `stripe` to a block in the pool, lane by lane.
 void scatter_lane_by_lane(std::span<const Segment> segments, int64_t block, const unsigned char* stripe);
-// Computes run_digest() as the GPU would, with one warp per leaf. Goes through leaves and lanes from the last
-// to the first, because the result must not depend on their order.
+// Computes run_digest() as a GPU does, with one warp per leaf. Goes through leaves and lanes from the last to
+// the first, because the result must not depend on their order.
 uint64_t run_digest_lane_by_lane(const unsigned char* data, int64_t bytes);
 
 }  // namespace flexkv

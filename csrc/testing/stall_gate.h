@@ -1,4 +1,5 @@
-// A gate that blocks calls until a test releases them, as a device that hangs would. Injected faults use it.
+// A gate that blocks calls until a test releases them. Injected faults use it to simulate a device that
+// hangs.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace flexkv {
 
 class StallGate {
  public:
-  // Blocks until release(), without a deadline.
+  // Blocks until another thread calls release(), without a deadline.
   void hold() {
     std::unique_lock lock(mutex_);
     ++held_;
@@ -28,7 +29,7 @@ class StallGate {
     const std::lock_guard lock(mutex_);
     return released_;
   }
-  // The number of calls that are held now.
+  // The number of calls that are held at present.
   int64_t held() const {
     const std::lock_guard lock(mutex_);
     return held_;

@@ -1,4 +1,4 @@
-// Transform devices that run the kernel's own functions on the CPU, in the way a GPU would. Tests use them to
+// Transform devices that run the transform kernel's own functions on the CPU, lane by lane. Tests use them to
 // verify the kernel's arithmetic as far as that is possible without a GPU.
 #pragma once
 #include <functional>

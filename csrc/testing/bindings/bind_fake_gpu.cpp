@@ -1,5 +1,5 @@
-// Binds a fake GPU: a lane for a GPU on the fake driver, and the inference engine's stream. Host memory takes
-// the place of the GPU's memory, and each stream is a thread.
+// Binds a fake GPU: a CUDA lane that uses the fake driver instead of NVIDIA's, and the inference engine's
+// stream. The fake GPU's memory is host memory, and each of its streams is a thread.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,8 +25,8 @@ class FakeGpu {
  public:
   FakeGpu(std::optional<int64_t> load_kernel_below, std::optional<int64_t> store_kernel_below) {
     fake_cuda::reset();
-    // Discards a violation that an earlier test left behind: Python may have freed that test's lane only
-    // after the test had ended.
+    // Discards a violation that an earlier test caused after its own check: Python may have freed that test's
+    // lane only after the test had ended.
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
@@ -44,7 +44,7 @@ class FakeGpu {
   cuda::Identity identity() const {
     return cuda::identify(0, cuda::find_functions(fake_cuda::finder()).driver);
   }
-  // Holds (`held`) or releases every stream except the inference engine's.
+  // Stops every stream except the inference engine's if `held` is true; otherwise lets them continue.
   void hold_copies(bool held) {
     fake_cuda::hold_all(held);
     fake_cuda::release_stream(stream_);
@@ -53,8 +53,8 @@ class FakeGpu {
 
   // Enqueues `work` on the inference engine's stream. Precondition: the caller holds the GIL.
   void enqueue(py::function work) {
-    // Uses a pointer, which the stream's thread deletes while it holds the GIL. A py::function captured by
-    // value would be copied with the std::function, possibly without the GIL.
+    // Uses a pointer to the py::function, which the stream's thread deletes while it holds the GIL. A
+    // py::function captured by value would be copied with the std::function, possibly without the GIL.
     auto* held = new py::function(std::move(work));
     const py::gil_scoped_release release;
     fake_cuda::enqueue(stream_, [held] {

@@ -49,7 +49,7 @@ py::dict cuda_layouts() {
   return all;
 }
 
-// Returns the constants by their names in cuda.h.
+// Returns the values of flexkv's constants for the CUDA driver, by their names in cuda.h.
 py::dict cuda_constants() {
   py::dict all;
   all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;

@@ -1,5 +1,5 @@
-// Declares this module's classes to bindings/native_class.h. Include this before code that binds one of them
-// or takes one as an argument.
+// Declares this module's classes to bindings/native_class.h. Include this header before code that binds one
+// of these classes or takes one as an argument.
 #pragma once
 #include "bindings/native_class.h"
 
