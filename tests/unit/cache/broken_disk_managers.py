@@ -1,4 +1,4 @@
-"""Broken managers: the disk tier of each breaks one rule. The simulation must catch every one."""
+"""Broken managers, each of which breaks one rule of the disk tier. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
 
 class TakesHeldPagesForReady(LocalCacheManager):
-    """A broken manager. At a request's next lookup it counts the pages that the request has waited for as present, even
-    if the fetch failed.
+    """A broken manager that, at a request's next lookup, counts the pages that the request has waited for as present,
+    even if the fetch failed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -191,8 +191,8 @@ class ForgetsInHostAlone(LocalCacheManager):
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
-    """A broken manager that drops every failed page from disk, even if its failure cause shows that the disk is not to
-    blame.
+    """A broken manager that drops every failed page from disk, even if the page's failure cause shows that the disk is
+    not at fault.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Broken managers: each breaks one rule of GDS loads or GDS stores. The simulation must catch every one."""
+"""Broken managers, each of which breaks one rule of GDS loads or GDS stores. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
-    """A broken manager that frees disk slots for the next write while a load from them is in flight."""
+    """A broken manager that frees disk slots for the next write while a load from these slots is in flight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -122,7 +122,9 @@ class PublishesBeforeTheSeal(BrokenGdsStores):
 
 
 class ReusesPlacesBeingStored(BrokenGdsStores):
-    """A broken manager that frees disk slots for the next write while ranks still write their stripes to them."""
+    """A broken manager that frees disk slots for the next write while ranks still write their stripes to these
+    slots.
+    """
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)

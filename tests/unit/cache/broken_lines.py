@@ -1,5 +1,5 @@
-"""Broken managers: each breaks one rule of the queue in which requests wait for host slots. The simulation must catch
-every one.
+"""Broken managers, each of which breaks one rule of the queue in which requests wait for host slots. The simulation
+must catch every one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from flexkv.cache.promise.room_line import Turn
 
 
 class GivesRoomToHalves(LocalCacheManager):
-    """A broken manager: the first request in the queue takes the slots that are available, and waits for the rest."""
+    """A broken manager that gives the first request in the queue the slots that are available, and lets it wait for the
+    rest.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,7 +34,9 @@ class GivesRoomToHalves(LocalCacheManager):
 
 
 class KeepsWhatItHasWhileItWaits(LocalCacheManager):
-    """A broken manager: a request that waits for host slots keeps the pages that it found in host memory."""
+    """A broken manager that lets a request keep the pages that it found in host memory while it waits for host
+    slots.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +49,7 @@ class KeepsWhatItHasWhileItWaits(LocalCacheManager):
 
 
 class LetsOthersPass(LocalCacheManager):
-    """A broken manager: a request that finds enough host slots takes them, even if earlier requests wait for more."""
+    """A broken manager that gives a request enough host slots even if earlier requests wait for more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +57,7 @@ class LetsOthersPass(LocalCacheManager):
 
 
 class PassesNobody(LocalCacheManager):
-    """A broken manager: a request that its engine no longer looks up keeps all others waiting."""
+    """A broken manager that keeps all requests waiting behind a request that its engine no longer looks up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +68,7 @@ class PassesNobody(LocalCacheManager):
 
 
 class SeesNoRoom(LocalCacheManager):
-    """A broken manager: only free slots count as available, although unleased blocks could be evicted."""
+    """A broken manager that counts only free slots as available, although unleased blocks could be evicted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +79,7 @@ class SeesNoRoom(LocalCacheManager):
 
 
 class PrefetchesPastTheLine(LocalCacheManager):
-    """A broken manager: prefetches take host slots that requests are waiting for."""
+    """A broken manager whose prefetches take host slots that requests are waiting for."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> int:
         places, self.promises.line._places = self.promises.line._places, {}

@@ -1,4 +1,4 @@
-"""Broken managers: each breaks one rule. The simulation must catch every one."""
+"""Broken managers, each of which breaks one rule. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class IndexProxy:
 
 
 def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
-    """The manager's ops in flight whose results come from ranks."""
+    """Returns the manager's ops in flight whose results come from ranks."""
     return [op for op in manager.tables.ops if isinstance(op, RankOp)]
 
 
 def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
-    """The op in flight with this id. Its results must come from ranks."""
+    """Returns the op in flight with this id. Its results must come from ranks."""
     op = manager.tables.ops.get(op_id)
     assert isinstance(op, RankOp)
     return op
@@ -86,7 +86,7 @@ class IgnoresDiscard(LocalCacheManager):
 
 
 class PublishesPoisonSilently(LocalCacheManager):
-    """A broken manager that answers `discard_from` as usual, but publishes the discarded pages."""
+    """A broken manager whose `discard_from` returns the right count, but which publishes the discarded pages."""
 
     def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
@@ -98,7 +98,7 @@ class PublishesPoisonSilently(LocalCacheManager):
 
 
 class LeasesNothing(LocalCacheManager):
-    """A broken manager that leases nothing, so that the slots of lookups and loads may be evicted."""
+    """A broken manager that leases nothing, so that the slots of promised pages and of loads may be evicted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -201,7 +201,7 @@ class KeepsLoadsOverReset(LocalCacheManager):
 
 
 class LeaksSlots(LocalCacheManager):
-    """A broken manager: when a lookup's lease is released, its pins stay in the index."""
+    """A broken manager that leaves pins in the index when a lookup's lease is released."""
 
     def release(self, request_id: str) -> None:
         self.tables.requests.pop_lease(request_id)
@@ -240,7 +240,7 @@ class PromisesAgainWhatFailed(LocalCacheManager):
 
 
 class RemembersBeyondTheEnd(LocalCacheManager):
-    """A broken manager that remembers a request's failed loads after the request has ended."""
+    """A broken manager that does not forget a request's failed loads when the request ends."""
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)

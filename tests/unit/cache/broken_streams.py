@@ -1,5 +1,5 @@
-"""Broken managers: each breaks one rule for pages that are promised while they are read from disk. The simulation must
-catch every one.
+"""Broken managers, each of which breaks one rule for pages that are promised while they are read from disk. The
+simulation must catch every one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Broken managers: each breaks the rule that no page is a hit after its time to live. The simulation must catch every
-one.
+"""Broken managers, each of which breaks the rule that no page is a hit after its time to live. The simulation must
+catch every one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class IgnoresTimes(LocalCacheManager):
 
 
 class PrefersTheLastTime(LocalCacheManager):
-    """A broken manager: when a cached page is stored again, its time to live starts again."""
+    """A broken manager that restarts the time to live of a cached page when the page is stored again."""
 
     def begin_store(
         self, request_id: str, group: int, keys: Any, *args: Any, ttl_s: int | None = None, **kwargs: Any
@@ -74,7 +74,7 @@ class FetchesPagesWithoutTheirTime(LocalCacheManager):
 
 
 class PromisesExpiredPagesOnDisk(LocalCacheManager):
-    """A broken manager that promises pages on disk whose time to live is over."""
+    """A broken manager that promises pages on disk after their time to live."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         if self.tables.hub.times.any:

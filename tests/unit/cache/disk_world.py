@@ -1,4 +1,4 @@
-"""A manager with a host tier and simulated disks, and a disk lane that moves pages only when a test calls it."""
+"""A manager with a host tier and simulated disks. Its disk lane moves pages only when a test calls it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chain(count: int, seed: int = 0) -> Keys:
 
 
 def disk_tier(manager: LocalCacheManager) -> DiskTier:
-    """The manager's disk tier."""
+    """Returns the manager's disk tier."""
     tier = manager.tiers[DISK]
     assert isinstance(tier, DiskTier)
     return tier
@@ -43,7 +43,7 @@ def traffic(
     gds_stores: bool = False,
     **facts: Any,
 ) -> DiskTraffic:
-    """How the manager uses the disks. `facts` are fields of `TierFacts`."""
+    """Returns how the manager uses the disks. `facts` are fields of `TierFacts`."""
     return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
 
 
@@ -104,7 +104,7 @@ class DiskWorld:
     def _set_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
         self.host[group][slot] = (-1, 1) if symbols is None else symbols[0]
 
-    # --- the engine's part ---
+    # --- the test acts as the engine ---
 
     def store(
         self,
@@ -115,7 +115,7 @@ class DiskWorld:
         tokens: int | None = None,
         ttl_s: int | None = None,
     ) -> int:
-        """Stores blocks into host memory. Returns how many were dropped for lack of slots."""
+        """Stores blocks into host memory. Returns how many blocks were dropped for lack of slots."""
         plan = self.manager.begin_store(
             name, group, keys, np.arange(len(keys), dtype=np.int32), first, tokens, ttl_s=ttl_s
         )
@@ -186,7 +186,7 @@ class DiskWorld:
         self.manager.release(name)
         return result.blocks
 
-    # --- the lane's part ---
+    # --- the test acts as the disk lane ---
 
     def take(self) -> list[TransferOp]:
         """Makes the manager plan the writes that are due, and submits all planned ops to the lane. Returns the ops."""
@@ -231,7 +231,7 @@ class DiskWorld:
 
 
 def written(keys: Keys, **kwargs: Any) -> DiskWorld:
-    """A world in which `keys` are on disk and not in host memory; `kwargs` are arguments of `DiskWorld`."""
+    """Returns a world in which `keys` are on disk and not in host memory; `kwargs` are arguments of `DiskWorld`."""
     world = DiskWorld(**kwargs)
     world.store(keys)
     assert OpKind.DISK_WRITE in world.run()
@@ -240,7 +240,7 @@ def written(keys: Keys, **kwargs: Any) -> DiskWorld:
 
 
 def two_groups(count: int, **kwargs: Any) -> tuple[DiskWorld, list[Keys]]:
-    """A world of two groups, each with `count` keys on disk and none in host memory."""
+    """Returns a world of two groups, each with `count` keys on disk and none in host memory."""
     keys = [chain(count), chain(count, seed=1)]
     world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8)), **kwargs)
     for group in range(2):

@@ -1,5 +1,5 @@
 """A model of one group of a block index in plain Python: which blocks the index holds, and which it evicts next. Tests
-compare the index with it.
+compare the index with this model.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ class Block:
     """A block that the index holds.
 
     Attributes:
-        order: position of the block's last use among all uses; 0 if it was never used.
-        used_at: how many uses (first stores and hits) there had been at the block's last use.
-        put_back: for a spare block, position of its last lease's end among all uses; 0 for all other blocks.
+        order: number of the block's last use in the order of all uses; 0 if it was never used.
+        used_at: number of all uses (first stores and hits) before the block's last use.
+        put_back: for a spare block, number of its last lease's end in the order of all uses; 0 for all other blocks.
     """
 
     pins: int
@@ -33,8 +33,8 @@ def oldest(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
 
 
 def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
-    """bonus_lru: LRU, but a block that was hit counts as used `capacity` uses later. If two blocks tie, the one without
-    a hit is evicted first.
+    """bonus_lru: LRU, but a block that was hit counts as if it were used `capacity` uses later. If two blocks tie, the
+    one without a hit is evicted first.
     """
 
     def rank(item: tuple[bytes, Block]) -> tuple[int, bool, int]:
@@ -80,7 +80,7 @@ class ModelIndex:
         return key in self.blocks and self.blocks[key].ready
 
     def spare(self, keys: Sequence[bytes]) -> list[int]:
-        """For each key that is present, whether its block is a spare block."""
+        """Returns for each key that is present whether its block is a spare block."""
         return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
 
     def _use(self, keys: Sequence[bytes], hits: int) -> None:
@@ -116,7 +116,7 @@ class ModelIndex:
         self._use([key for key, _ in marked], sum(hit for _, hit in marked))
 
     def victims(self, count: int) -> list[bytes]:
-        """The next `count` blocks to be evicted, in order. Does not evict them."""
+        """Returns the next `count` blocks that the index would evict, in order. Does not evict them."""
         left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
         chosen: list[bytes] = []
         spares = sum(block.spare for block in self.blocks.values())

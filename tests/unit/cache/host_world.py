@@ -1,4 +1,4 @@
-"""A manager with only a host tier, and helpers that tests use to call it."""
+"""Makes managers with only a host tier, and calls them as an engine does."""
 
 from __future__ import annotations
 

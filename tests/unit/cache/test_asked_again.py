@@ -1,5 +1,5 @@
-"""When a request asks again after its wait, the manager promises the pages that are leased for it. Any other request
-needs a new lookup.
+"""When a request repeats its lookup after its wait, the manager promises the pages that are leased for the request,
+without a new lookup in the tiers. In all other cases the manager looks the request up again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LookupCount:
 
 
 def waited(in_host: int, **kwargs: Any) -> tuple[DiskWorld, LookupCount]:
-    """A world in which request r has looked up KEYS, and the fetch that it waits for has finished. The first `in_host`
-    of KEYS were in host memory.
+    """Returns a world in which request r has looked up KEYS, and the fetch that r waits for has finished. The first
+    `in_host` of KEYS were in host memory.
     """
     world = written(KEYS, **kwargs)
     if in_host:
@@ -127,8 +127,9 @@ def test_a_reset_in_between_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(("compares", "promised"), [(True, 0), (False, 6)])
 def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
-    """Tests the second of two guards: pages that a reset has cleared are not ready. The first guard, the end of all
-    leases, is disabled here. The control also disables the second.
+    """Pages that a reset has cleared are not ready, so they are not promised even if the reset did not end their
+    leases. This is the second of two guards. The test disables the first, the end of all leases, and the control also
+    disables the second.
     """
     world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
     world.manager.promises.end_all = lambda: None  # type: ignore[method-assign]
@@ -196,7 +197,9 @@ def test_a_request_whose_load_failed_is_looked_up() -> None:
 
 
 def test_a_tail_that_is_still_fetched_stays_leased() -> None:
-    """If a request waits for a partial tail, a lease of all its full blocks is not the final answer."""
+    """If a request waits for the fetch of its partial tail, the manager does not answer from the leases of the full
+    blocks alone, but looks the request up again.
+    """
     world = written(KEYS)
     assert world.hits(KEYS, "before") == 6
     tail = chain(1, seed=3)
@@ -214,7 +217,9 @@ def test_a_tail_that_is_still_fetched_stays_leased() -> None:
 
 
 def promised_straight(in_host: int, ttl_s: int | None = None) -> tuple[DiskWorld, LookupCount]:
-    """A world in which r was promised KEYS: the first `in_host` in host memory, the others by a GDS load from disk."""
+    """Returns a world in which r was promised KEYS: the first `in_host` in host memory, the others by a GDS load from
+    disk.
+    """
     world = written(KEYS, limits=traffic(gds_loads=GdsUse.ALWAYS, ttl_s=ttl_s))
     if in_host:
         world.store(KEYS[:in_host], "before")
@@ -236,7 +241,7 @@ def test_what_is_promised_where_it_lies_stays_so_whatever_expires_meanwhile(in_h
     for op in world.manager.tables.ops.of_request("r", OpRole.LOAD):
         world.end_load(op.plan)
     assert world.manager.leased_pages("r") == 0
-    # Control: for a request without a promise, the pages on disk have expired.
+    # The control: for a request without a promise, the pages on disk have expired.
     assert world.look(KEYS, "other").blocks == in_host
 
 

@@ -1,4 +1,6 @@
-"""The longest hit that groups with different rules can restore together, compared with a search over every length."""
+"""A lookup finds the longest hit that groups with different rules can restore together. The tests compare it with a
+search over every length.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NOW = 1000
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by its definition, as a model: `needs` computes token by token which pages a hit needs."""
+    """A model of a group's rule, by its definition: `needs` computes token by token which pages a hit needs."""
 
     kind: str
     block: int
@@ -111,7 +113,7 @@ class World:
         rng, states, entries = self.rng, dict[int, str](), dict[int, int]()
         lacks = rng.choice((0.0, 0.02, 0.1, 0.4))
         # For a full group, no other tier gets the pages that a store is writing to host memory. The tests of TierLookup
-        # cover pages in such a state.
+        # cover pages that a store writes to host memory while another tier has them.
         full = self.rules[group].kind == "full"
         passed = (
             {page for page, state in self.state[0][group].items() if state == "storing"}
@@ -136,7 +138,7 @@ class World:
     # --- the answer, by exhaustive search ---
 
     def where(self, group: int, page: int, mask: int, coming: bool) -> tuple[int, int] | None:
-        """The tier and the state in which a lookup should find a page; None if it should not find it."""
+        """Returns the tier and the state in which a lookup should find a page, or None if it should not find it."""
         for tier in range(self.tiers):
             if not mask >> tier & 1:
                 continue
@@ -227,7 +229,7 @@ class World:
                     number = page + start // rule.block
                     seen.add(number)
                     if rule.kind == "full":
-                        # A run of a full group continues in its tier, even if an earlier tier has some of its pages.
+                        # A run of a full group stays in one tier, even if an earlier tier has some of the run's pages.
                         lies = self.state[tier][group][number]
                         assert mask >> tier & 1
                         assert lies == ("ready", "coming")[state]

@@ -1,6 +1,6 @@
-"""What happens if memory runs out in the code that takes results, writes pages to disk, and ends requests and epochs.
-Each call is interrupted before each of its lines. An op whose end is interrupted counts as failed with all its pages.
-Nothing is left over, and no page that may be bad is visible.
+"""Memory runs out in the code that takes results, writes pages to disk, and ends requests and epochs. Each call is
+interrupted before each of its lines. An op whose end is interrupted counts as failed with all its pages. No lease, slot
+or op is left over, and no page that may be bad is visible.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class End(Case):
 
 
 def case(world: DiskWorld, call: Callable[[], Any], op: TransferOp | None = None) -> Case:
-    """A case after which a lookup and a store must work as usual."""
+    """Returns a case after which a lookup and a store must work as usual."""
 
     def again() -> None:
         world.match(KEYS, "r")
@@ -91,7 +91,7 @@ def gds_store_ends(sealing: bool = False) -> Case:
 
 
 def tier_op_ends(world: DiskWorld) -> Case:
-    """Carries out the only planned op of a tier. The case's call reports that it succeeded."""
+    """Moves the pages of a tier's only planned op. Returns a case whose call reports that the op succeeded."""
     (op,) = world.take()
     while not world.lane.move_page(op.op_id, False):
         continue
@@ -111,7 +111,7 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """A case that ends a fetch. A request waits for the fetch. If `loading` is set, a load waits for its pages
+    """Returns a case that ends a fetch. A request waits for the fetch. If `loading` is set, a load waits for its pages
     instead.
     """
     world = disk_world.written(KEYS, limits=traffic(**facts))

@@ -1,4 +1,6 @@
-"""If memory runs out once while the control plane plans, nothing is left over, whichever line is interrupted."""
+"""If memory runs out once while the control plane plans, no lease, slot or op is left over, whichever line is
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def opcodes_of(code: CodeType) -> bytes:
 
 
 def only_passes_on(frame: FrameType) -> bool:
-    """Whether the next opcode of the frame is one of `PASS_ON`."""
+    """Returns whether the next opcode of the frame is one of `PASS_ON`."""
     return opcodes_of(frame.f_code)[frame.f_lasti] in PASS_ON
 
 
@@ -95,7 +97,7 @@ class MemoryRunsOut:
 
 @dataclass
 class Case:
-    """A world, and a call to its manager that plans and is interrupted.
+    """A world (a manager with simulated tiers), and a call to its manager that plans and is interrupted.
 
     Attributes:
         again: a call that must work as usual after the request of the interrupted call has ended.
@@ -134,7 +136,9 @@ def stores(world: DiskWorld, keys: Keys, blocks: BlockIds) -> Case:
 
 
 def store(gds: bool = False) -> Case:
-    """A case that stores into a full host tier, which evicts blocks. If `gds` is set, it stores directly to disk."""
+    """Makes a case that stores into a full host tier, which evicts blocks. If `gds` is set, it stores directly to
+    disk.
+    """
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     world = DiskWorld(limits=limits)
     if not gds:
@@ -146,7 +150,7 @@ def store(gds: bool = False) -> Case:
 
 
 def store_of_what_is_read(gds: bool) -> Case:
-    """A case that stores blocks of which some are being read from disk."""
+    """Makes a case that stores blocks of which some are being read from disk."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     keys = chain(PAGES + 2)
     world = disk_world.written(keys[:PAGES], limits=traffic())
@@ -161,12 +165,12 @@ def store_of_what_is_read(gds: bool) -> Case:
 
 
 def _with_disk_of(world: DiskWorld, limits: Any) -> DiskWorld:
-    """A world with a new manager for the same disks."""
+    """Makes a world with a new manager for the same disks."""
     return DiskWorld(disk=world.disk.reopened(world.disk), limits=limits)
 
 
 def look(groups: int = 1, **facts: Any) -> Case:
-    """A case that looks up blocks, of which the first is in host memory and the others are on disk."""
+    """Makes a case that looks up blocks, of which the first is in host memory and the others are on disk."""
     limits = traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -184,7 +188,7 @@ def look(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_again() -> Case:
-    """A case that looks up again after the wait for a fetch, when the blocks are leased already."""
+    """Makes a case that looks up again after the wait for a fetch, when the blocks are leased already."""
     looking = look()
     looking.call()
     looking.world.run()
@@ -192,7 +196,7 @@ def look_again() -> Case:
 
 
 def look_with_window() -> Case:
-    """A case that looks up groups with different rules, some of whose pages are on disk."""
+    """Makes a case that looks up groups with different rules, some of whose pages are on disk."""
     world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8, Rule.WINDOW, 2)))
     keys = [chain(PAGES), chain(PAGES, seed=1)]
     for group, mine in enumerate(keys):
@@ -210,7 +214,7 @@ def look_with_window() -> Case:
 
 
 def prefetch(groups: int = 1, **facts: Any) -> Case:
-    """A case that prefetches blocks from disk."""
+    """Makes a case that prefetches blocks from disk."""
     keys, limits = [chain(PAGES)], traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -224,7 +228,7 @@ def prefetch(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_for_prefetched() -> Case:
-    """A case that looks up blocks while they are being prefetched."""
+    """Makes a case that looks up blocks while they are being prefetched."""
     fetching = prefetch()
     fetching.call()
 
@@ -235,7 +239,7 @@ def look_for_prefetched() -> Case:
 
 
 def load(groups: int = 1, **facts: Any) -> Case:
-    """A case that loads the blocks that a lookup has promised."""
+    """Makes a case that loads the blocks that a lookup has promised."""
     looking = look(groups, **facts)
     world, promised = looking.world, looking.call()
     assert promised.blocks
@@ -268,7 +272,7 @@ def break_everywhere(make: Callable[[], Case], each: str = "line") -> None:
     """Interrupts the call of a case before each of its steps.
 
     Raises:
-        AssertionError: something was left over; the message names the step.
+        AssertionError: a lease, slot or op was left over; the message names the step.
     """
     counting = MemoryRunsOut(-1, each)
     assert not counting.run(make().call)

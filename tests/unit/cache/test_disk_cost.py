@@ -1,5 +1,5 @@
-"""The scheduler's thread does not loop over blocks in Python: a request with many blocks runs as many lines of Python
-as a request with few.
+"""The scheduler's thread does not loop over blocks in Python: for a request with many blocks it runs as many lines of
+Python as for a request with few.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def counted(lines: list[int]) -> Iterator[None]:
 
 
 def lines_of(blocks: int, measured: bool) -> list[int]:
-    """The number of lines that run in each step of a request with `blocks` blocks: a store's end, the write's end,
-    lookups that hit disk, the read's end, and the promise. If `measured` is set, the manager knows how long reads and
-    steps take.
+    """Returns the number of lines that run in each step of a request with `blocks` blocks: a store's end, the write's
+    end, lookups that hit disk, the read's end, and the promise. If `measured` is set, the manager knows how long reads
+    and steps take.
     """
     lines: list[int] = []
     world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)
     manager, keys = world.manager, chain(blocks)
     cost = manager.cost
     for n in range(8 if measured else 0):
-        # Reads are slow enough that the manager compares each prefix with computing it, and fast enough that it reads
-        # all blocks.
+        # Reads are slow enough that the manager compares reading each prefix with computing it. They are fast enough
+        # that it reads all blocks.
         cost.fetch(DISK).see(n + 1, 1.0 + n, 0.0)
         cost.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
         cost.fetch(DISK).see(n + 1, 1.0 + n, world.now_s)
@@ -98,8 +98,8 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
 
 
 def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
-    """The number of lines that run for a store and for the plan of its write, twice. The second time each block evicts
-    another.
+    """Returns the number of lines that run for a store and for the plan of its write, twice. The second time each block
+    evicts another.
     """
     lines: list[int] = []
     world = DiskWorld(slots=blocks, places=blocks, mode=WriteMode.THROUGH)

@@ -1,4 +1,6 @@
-"""The driver that passes disk ops to the data plane. In these tests the data plane is a fake that moves symbols."""
+"""Tests the driver that passes disk ops to the data plane. In these tests the data plane is a fake that moves
+symbols.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_pages_go_down_and_come_up() -> None:
 
 
 def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the driver did not count pending records as work, an idle engine would not poll until they are flushed."""
+    """Journal records that are pending count as work of the driver. Otherwise an idle engine would not poll until the
+    records are flushed.
+    """
     driver, _ = make(DiskWorld())
     assert not driver.busy
     monkeypatch.setattr(SymbolicVolumes, "unflushed", True)
@@ -172,7 +176,7 @@ def test_a_data_plane_that_refuses_turns_the_disks_off(
 
 
 def unfit(op_id: int) -> dict[str, OpResult]:
-    """Results that a faulty lane could report for the op in flight, by what is wrong with them."""
+    """Returns results that a faulty lane could report for the op in flight, by the fault."""
     none, far = np.empty(0, np.int32), np.array([99], np.int32)
     return {
         "of an op that is not in flight": OpResult(OpId(op_id + 1000), OpStatus.OK, none),
@@ -212,8 +216,8 @@ def test_a_result_that_does_not_fit_turns_the_disks_off_and_leaves_nothing_pinne
 
 
 def test_a_tier_does_not_end_the_ops_of_another() -> None:
-    """If a tier reports an op of another tier, the op stays in flight, because the other tier's lane may still move its
-    bytes.
+    """If a tier reports an op of another tier, the op stays in flight, because the other tier's lane may still move the
+    op's bytes.
     """
     world = DiskWorld()
     world.store(chain(2))
@@ -357,8 +361,8 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
 def test_a_part_that_hangs_leaves_the_others_their_time(
     monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    """A write hangs, and so does the lane's close; the journal still gets time to close. In the control, the driver
-    reserves no time for the parts that close later.
+    """If one part hangs during a close, the parts that close later still get time. In this test a write hangs, and so
+    does the lane's close; the journal still gets time. In the control, the driver reserves no time for later parts.
     """
     world = DiskWorld()
     driver, plane = make(world, steps=10**9)
@@ -384,8 +388,8 @@ def test_a_part_that_hangs_leaves_the_others_their_time(
 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Close fails although the lane and the journal close in time, because the close began too few of the waiting
-    writes.
+    """A close returns False if it began too few of the waiting writes, although the lane and the journal close in
+    time.
     """
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)

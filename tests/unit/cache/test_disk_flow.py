@@ -1,5 +1,5 @@
-"""The complete disk tier of a manager: pages that are written and read again, a lane that fails, a reset, and dropped
-pages.
+"""Tests the complete disk tier of a manager: pages that are written and read again, a lane that fails, a reset, and
+dropped pages.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def test_forgetting_reaches_the_disk() -> None:
 
 @pytest.mark.parametrize(("status", "left"), [(OpStatus.LANE_DOWN, 4), (OpStatus.FAILED, 0)])
 def test_a_lane_to_the_engine_that_is_down_leaves_what_is_on_disk(status: OpStatus, left: int) -> None:
-    """A load fails. If its lane is down, pages stay on disk, because they may be good. Host memory drops its pages in
-    any case, because they cannot reach the engine by another lane.
+    """If a load fails because its lane is down, its pages stay on disk, because they may be good. Host memory drops its
+    pages in any case, because they cannot reach the engine by another lane.
     """
     keys = chain(4)
     world = DiskWorld()

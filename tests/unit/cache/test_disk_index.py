@@ -1,6 +1,4 @@
-"""What happens to pages on disk: they are evicted, expire, are lost with a disk, or are found again by the next
-process.
-"""
+"""Pages on disk are evicted, expire, are lost with a disk, or are found again by the next process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for every promise of pages on disk, whether they are streamed or loaded by GDS."""
+"""Tests rules for every promise of pages on disk, whether the pages are streamed or loaded by GDS."""
 
 from __future__ import annotations
 

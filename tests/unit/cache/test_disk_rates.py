@@ -1,4 +1,4 @@
-"""The choice between reading pages and computing them. The clock is scripted, so no real time passes."""
+"""The manager chooses between reading pages and computing them. The clock is scripted, so no real time passes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_line_is_believed_with_enough_and_recent_samples() -> None:
 def world_with(
     read_page_s: float, token_s: float, latency_s: float = 0.0, load_page_s: float = 0.0, **kwargs: object
 ) -> DiskWorld:
-    """A world whose manager has measured these times, in seconds: of reading a page, computing a token, beginning a
-    read, and loading a page.
+    """Returns a world whose manager has measured these times, in seconds: of reading a page, computing a token,
+    beginning a read, and loading a page.
     """
     world = DiskWorld(slots=16, places=64, **kwargs)  # type: ignore[arg-type]
     rates, now_s = world.manager.cost, world.now_s
@@ -101,7 +101,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     left = world.manager.choice.last_left
     assert left is not None
     assert left.fetch_s > left.compute_s == pytest.approx(24.0)
-    # Until the request is released, its choice does not change and is counted only once.
+    # While the request is not released, the manager keeps its choice and counts it only once.
     assert world.match(keys).reads == 0
     assert counts.left == 1
 
@@ -131,7 +131,7 @@ def test_a_busy_disk_is_not_waited_for() -> None:
         world.run()
         world.drop_host()
     assert world.match(others, "other").reads == 1
-    # Six pages are ahead in the queue, so five pages that take 20 s to compute would take 22 s to read.
+    # Six pages are ahead in the disk's queue. So reading five pages would take 22 s, and computing them takes 20 s.
     assert world.match(keys).reads == 0
     world.run()
     world.manager.release("r")
@@ -143,7 +143,8 @@ def test_what_host_memory_has_behind_a_gap_makes_the_gap_worth_reading() -> None
     keys = on_disk(world, 12, in_host=slice(2, 8))
     result = world.match(keys)
     (read,) = world.take()
-    # Reading two pages saves the computation of eight blocks. The engine computes the four blocks after them.
+    # Reading the two missing pages saves the computation of eight blocks. The engine computes the four blocks after
+    # these eight.
     assert (result.reads, read.pages) == (1, 2)
     assert world.tier.counts.left_pages == 4
     world.end(read)
@@ -210,5 +211,5 @@ def test_groups_with_a_window_are_all_or_nothing() -> None:
         world.store(window, group=1)
         world.run()
         world.drop_host()
-        # The manager compares eight pages to read with 24 tokens to compute.
+        # The manager compares reading eight pages with computing 24 tokens.
         assert world.manager.match("r", [full, window], 0).reads == reads

@@ -1,4 +1,4 @@
-"""Pages that are read from disk for a lookup: which pages are read, which requests wait, and that pages are verified
+"""Pages are read from disk for a lookup. Shows which pages are read, which requests wait, and that pages are verified
 before they are promised.
 """
 
@@ -20,7 +20,7 @@ def test_host_blocks_are_leased_while_the_rest_is_read() -> None:
     world.store(keys[:3])
     result = world.match(keys)
     assert (result.blocks, result.reads) == (3, 1)
-    # Reads are filling five of the eight slots, and three are promised, so nothing may be evicted.
+    # Reads are filling five of the eight slots, and three slots are promised, so nothing may be evicted.
     assert world.store(chain(4, seed=9), name="other") == 4
     world.run()
     assert world.match(keys).blocks == 8
@@ -47,7 +47,7 @@ def test_a_damaged_page_is_a_miss_and_forgotten() -> None:
     assert world.tier.counts.failed_reads == 1
     assert len(world.tier) == 5
     assert keys[2].tobytes() not in {row[0] for row in world.disk.journal[0].values()}
-    # When the engine has computed the page again, it is stored and written again.
+    # After the engine has computed the page again, the page is stored and written again.
     world.store(keys[2:3])
     world.run()
     world.drop_host()
@@ -98,7 +98,7 @@ def test_of_pages_in_flight_only_those_that_nobody_reads_are_read() -> None:
     assert world.match(keys[:4], "short").reads == 1
     assert world.match(keys, "long").reads == 2, "the read in flight, and one for the rest"
     assert [op.pages for op in world.take()] == [4, 2]
-    # A third request finds that all its pages are being read, and plans nothing.
+    # For a third request all pages are already being read, so the manager plans no read.
     assert world.match(keys, "late").reads == 2
     assert world.take() == []
     for op in list(world.lane.ops.values()):

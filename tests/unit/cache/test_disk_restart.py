@@ -1,6 +1,4 @@
-"""The order of use and the chains of blocks that the next process finds on disk. The folders are real, but no page
-moves.
-"""
+"""The next process finds the order of use and the chains of blocks on disk. The folders are real, but no page moves."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class Restarts:
             self.tier = None
 
     def write(self, index: DiskTier, keys: Keys) -> None:
-        """Puts a chain into the index as written, and waits until its records, which contain the time of its use, are
+        """Puts a chain into the index as written. Waits until its records, which contain the time of its use, are
         durable.
         """
         assert self.tier is not None

@@ -1,4 +1,4 @@
-"""The real manager with a disk tier is compared with the model after each step. Broken managers must be caught."""
+"""Compares the real manager with a disk tier with the model after each step. Broken managers must be caught."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
-    """The simulation covers all failure causes: each occurs in disk ops, in loads from host memory and in GDS loads."""
+    """The simulation covers all failure causes: each cause occurs in disk ops, in loads from host memory and in GDS
+    loads.
+    """
     said: dict[str, set[int]] = {}
 
     class Hears(LocalCacheManager):
@@ -135,7 +137,7 @@ def test_no_rule_is_broken_by_promises_of_what_comes_up(groups: str, seed: int) 
     report = Simulation(streaming).run()
     assert report.steps == STEPS
     assert report.verified_pages > 50
-    # Only full-attention groups are streamed, so a request with a window group waits as usual.
+    # flexkv streams only full-attention groups, so a request with a window group waits as usual.
     assert (report.streamed_pages > 5) == (groups != "hybrid")
     assert report.stats.streamed_pages == report.streamed_pages
 
@@ -167,7 +169,7 @@ def test_no_rule_is_broken_by_gds_stores(groups: str, seed: int) -> None:
     from_host = counts.written - counts.gds_written
     assert from_host <= report.stored_while_read + counts.failed_reads, "only what a read was bringing"
     assert counts.failed_writes > 0
-    # With a window group, too few requests have a load and a store in flight at once.
+    # With a window group, too few requests have a load and a store in flight at the same time.
     assert report.stats.discarded_pages > 0 or groups == "hybrid"
 
 
@@ -179,8 +181,8 @@ def test_a_seed_repeats_its_steps() -> None:
 def narrow_configs(
     stream: bool = False, gds_loads: bool = False, gds_stores: bool = False
 ) -> Iterator[SimulationConfig]:
-    """Configurations with few host and disk slots, so that evictions and reuse are common. The simulation runs without
-    `check_integrity`.
+    """Yields configurations with few host and disk slots, so that evictions and reuse are common. The simulation runs
+    without `check_integrity`.
     """
     for seed in range(8):
         yield SimulationConfig(

@@ -1,5 +1,5 @@
-"""Blocks that are promised while they are being read from disk (`TierFacts.streams`): each outcome of the read and of
-the load.
+"""The manager promises blocks while they are being read from disk (`TierFacts.streams`). The tests cover each outcome
+of the read and of the load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STREAM = traffic(streams=True)
 
 
 def written(keys: Keys, limits: DiskTraffic = STREAM, **kwargs: object) -> DiskWorld:
-    """A world that streams, in which `keys` are on disk and not in host memory."""
+    """Returns a world that streams, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
@@ -46,7 +46,7 @@ def test_no_other_lookup_hits_what_is_not_verified() -> None:
     world = written(keys)
     world.look(keys)
     assert len(world.manager.hub.index.match_prefix(0, keys)) == 0
-    # Another request's lookup promises the blocks of the same read.
+    # The lookup of another request promises the blocks of the same read.
     result = world.look(keys, "other")
     (read,) = world.take()
     assert result.blocks == 4
@@ -120,8 +120,8 @@ def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     world = written(np.delete(keys, 3, axis=0))
     plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
     assert plan.graph is not None
-    # A store's pages may never be published, so neither the blocks that it fills nor the blocks after them are
-    # promised.
+    # A store's pages may never be published. So the manager promises neither the blocks that the store fills nor the
+    # blocks after them.
     result = world.look(keys)
     assert (result.blocks, result.reads) == (3, 0)
     world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))

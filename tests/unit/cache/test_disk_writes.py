@@ -1,4 +1,4 @@
-"""Pages that are written from host memory to disk: when they are written, within which limits, and with which
+"""Pages are written from host memory to disk. Shows when they are written, within which limits, and with which
 result.
 """
 
@@ -44,7 +44,7 @@ def test_writes_beyond_the_bound_wait_and_then_drop() -> None:
     world = DiskWorld(slots=16, limits=traffic(write_pages=4, waiting_pages=6))
     for seed in range(4):
         world.store(chain(3, seed), name=f"w{seed}")
-    # The pages of two stores wait to be written. The other two stores found the queue full.
+    # The pages of two stores wait to be written. For the other two stores the queue was full.
     assert world.tier.counts.dropped_writes == 6
     (write, part) = world.take()
     assert write.pages + part.pages == 4
@@ -123,7 +123,7 @@ def test_a_page_in_use_does_not_leave() -> None:
     world.manager.work.poll()
     world.store(chain(1, seed=1), name="b")
     (write,) = world.take()
-    # A request looks up the page that was to be evicted while the page is being written.
+    # A request looks up a page while the page is being written before its eviction.
     result = world.match(keys)
     assert result.blocks == 15
     world.end(write)
@@ -161,7 +161,7 @@ def test_what_is_offered_again_and_again_waits_once() -> None:
     for _ in range(5):
         world.manager.work.offer_all()
         assert world.queue.waiting_pages == 20
-    # Pages that were evicted from host memory no longer wait to be written; newly stored pages do.
+    # Pages that were evicted from host memory no longer wait to be written. Newly stored pages do.
     world.drop_host(12)
     world.store(chain(6, seed=1), name="b")
     world.manager.work.offer_all()

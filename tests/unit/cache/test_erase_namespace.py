@@ -1,4 +1,4 @@
-"""Erasing the pages of a named namespace: all of its pages are erased in every tier, and no others."""
+"""When a named namespace is erased, all of its pages are erased in every tier, and no others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAGES = 3
 
 
 def keys_in(name: str, pages: int = PAGES, group: int = 0) -> Keys:
-    """Keys of a chain of blocks in the namespace `name`. The blocks are the same for every name; only the namespace
-    differs.
+    """Returns the keys of a chain of blocks in the namespace `name`. The blocks are the same for every name; only the
+    namespace differs.
     """
     namespace = namespace_digest({"named": name}) + named_mark(name)
     blocks = EngineKeyChain(namespace, group)
@@ -28,8 +28,8 @@ A, B, UNNAMED = keys_in("a"), keys_in("b"), keys_in("")
 
 
 def filled(manager_class: type[LocalCacheManager] = LocalCacheManager) -> DiskWorld:
-    """A world with the pages of three namespaces. All pages are on disk, and the first two of each namespace are in
-    host memory too.
+    """Returns a world with the pages of three namespaces. All pages are on disk, and the first two of each namespace
+    are in host memory too.
     """
     world = DiskWorld(slots=16, manager_class=manager_class)
     for keys in (A, B, UNNAMED):

@@ -1,4 +1,4 @@
-"""Compares what each eviction policy evicts with a model. Also tests what a manager counts as a hit."""
+"""Compares the evictions of each policy with a model. Also tests what a manager counts as a hit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Pair:
         self.evicted = 0
 
     def some(self, most: int) -> list[bytes]:
-        """At most `most` consecutive blocks of a random group's chain. All groups have the same keys."""
+        """Returns at most `most` consecutive blocks of a random group's chain. All groups have the same keys."""
         group = bytes([self.random.randrange(self.groups)])
         first = self.random.randrange(len(self.universe))
         return [
@@ -206,7 +206,7 @@ def test_groups_that_share_slots_are_evicted_in_one_order(policy: str, soak_roun
 
 
 class SlotsApart(Pair):
-    """Control: the index gives each group its own slots, although the model shares them."""
+    """The control: the index gives each group separate slots, although the model shares them."""
 
     def __init__(self, policy: str, modelled: str, seed: int, groups: int) -> None:
         super().__init__(policy, modelled, seed, groups)
@@ -216,7 +216,7 @@ class SlotsApart(Pair):
 
 
 class GroupMistold(Pair):
-    """Control: attributes all evicted blocks to one group, whatever groups they were in."""
+    """The control: all evicted blocks are attributed to one group, whatever groups they were in."""
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
         first = self.random.randrange(self.groups)
@@ -232,13 +232,13 @@ def test_slots_apart_or_a_group_mistold_do_not_pass(policy: str, pair_class: typ
 
 
 class SparesUntold(Pair):
-    """Control: the index is not told which blocks are spare, so it treats them like all others."""
+    """The control: the index does not get the spare flags of blocks, so it treats spare blocks like all others."""
 
     tells = False
 
 
 class HitsUntold(Pair):
-    """Control: the index is not told of some hits, so that its spare blocks stay spare."""
+    """The control: the index misses some hits, so that its spare blocks stay spare."""
 
     def step(self) -> None:
         super().step()
@@ -311,8 +311,8 @@ def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
 
 
 def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
-    """A request stores its prompt chunk by chunk. When the manager then puts its blocks in access order, this must not
-    count as a hit.
+    """Blocks that a request only stored do not count as hit. A request stores its prompt chunk by chunk, and then the
+    manager puts its blocks in access order, which must not count as a hit.
     """
     manager = manager_of("bonus_lru")
     wanted = keys(4)
@@ -324,8 +324,8 @@ def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
 
 
 def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
-    """If each lookup of a waiting request counted as a hit, the policy's time would advance with the engine's steps,
-    and a bonus would end too early.
+    """Repeated lookups of a waiting request do not advance the policy's time. Otherwise this time would advance with
+    the engine's steps, and a bonus would end too early.
     """
     manager = manager_of("bonus_lru")
     wanted, waiting = keys(4), keys(2, 1)

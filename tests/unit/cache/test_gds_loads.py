@@ -1,4 +1,6 @@
-"""Loads from disk to the engine that bypass host memory: each of their outcomes, and when the manager chooses them."""
+"""Tests loads from disk to the engine that bypass host memory (GDS): each of their outcomes, and when the manager
+chooses them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FASTER = traffic(gds_loads=GdsUse.WHERE_FASTER)
 
 
 def written(keys: Keys, limits: DiskTraffic = ALWAYS, **kwargs: object) -> DiskWorld:
-    """A world that uses GDS loads, in which `keys` are on disk and not in host memory."""
+    """Returns a world that uses GDS loads, in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
@@ -38,7 +40,7 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     assert (from_disk.kind, from_disk.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
     assert len(from_disk.slots) == 0
     assert [bytes(key) for key in tag_fields(from_disk.tags)["key"]] == [bytes(key) for key in keys[2:]]
-    # The op's disk slots have exactly these pages.
+    # The op's disk slots contain exactly these pages.
     for place, key in zip(from_disk.places.tolist(), keys[2:], strict=True):
         content = world.disk.content[0][place]
         assert content[0][0] == bytes(key)
@@ -49,8 +51,8 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
 
 
 def test_a_page_that_failed_bars_the_stores_of_what_follows_and_no_other() -> None:
-    """If a load fails, the stores of later blocks of the request are revoked. The first two blocks come from host
-    memory, so page 1 of the GDS load is block 3 of the promise.
+    """If a load fails at a page, the stores of the request's later blocks are revoked, and no others. The first two
+    blocks come from host memory, so page 1 of the GDS load is block 3 of the promise.
     """
     keys = chain(6)
     world = written(keys)
@@ -91,12 +93,13 @@ def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> N
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
-    # A page that the disk does not deliver is counted like a page with wrong content. This holds for GDS loads and for
-    # reads to host memory.
+    # A page that the disk does not deliver is counted like a page with wrong content, for GDS loads and for reads to
+    # host memory.
     counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
-    # If a GDS load would fail again, or the disk may be at fault, the page is read to host memory, which checks it.
+    # If a GDS load would fail again, or the disk may be at fault, the page is read to host memory, where it is
+    # verified.
     reads = 1 if cause in (FailureCause.SOURCE, FailureCause.TRANSPORT) else 0
     assert world.look(keys[:1], "next").reads == reads
 
@@ -152,7 +155,7 @@ def test_places_are_kept_until_every_rank_has_reported() -> None:
     op = world.load(6)
 
     def left_after(seed: int) -> int:
-        """Writes two more pages to disk. Returns how many of `keys` are still there."""
+        """Writes two more pages to disk. Returns how many of `keys` are still on disk."""
         world.drop_host()
         world.store(chain(2, seed), name=f"other {seed}")
         world.run()
@@ -209,7 +212,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     for _, graph in world.manager.work.poll():
         for op in graph.ops:
             world.lane.submit(op)
-    # Block 3 is only in host memory, because its write has not finished.
+    # Block 3 is only in host memory, because its write to disk has not finished.
     world.manager.work.poll()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)

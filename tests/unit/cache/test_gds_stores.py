@@ -1,5 +1,5 @@
-"""Stores from engine blocks to disk that bypass host memory. Each rank writes its stripes, then the manager's lane
-writes the trailers (the seal). Each outcome of both steps is tested.
+"""Tests stores from engine blocks to disk that bypass host memory. Each rank writes its stripes. Then the manager's
+lane writes the trailers (the seal). Each outcome of both steps is tested.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def end_seal(
     world: DiskWorld, op: TransferOp, status: OpStatus = OpStatus.OK, failed: tuple[int, ...] = ()
 ) -> None:
     if status is OpStatus.OK:
-        # Gives the simulated disk the content that a seal leaves.
+        # Gives the simulated disk the content that a seal leaves on it.
         for place, identity in zip(op.places.tolist(), identities(op), strict=True):
             world.disk.content[0][place] = (identity, [])
     world.manager.work.complete(OpResult(op.op_id, status, np.array(failed, np.int32), "why"))

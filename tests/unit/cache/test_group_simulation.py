@@ -1,4 +1,4 @@
-"""Simulations of one to six groups with different rules and block sizes."""
+"""Runs simulations of one to six groups with different rules and block sizes."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ class BarsByBlocksOfTheFirstGroup(LocalCacheManager):
 
 
 class TakesFailedPagesForTokens(LocalCacheManager):
-    """A broken manager that computes the token of a failed page with the first group's page size. For groups with a
-    different page size the token is wrong.
+    """A broken manager that computes the first token of a failed page with the first group's page size. For groups with
+    a different page size the token is wrong.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
@@ -160,7 +160,7 @@ class TakesFailedPagesForTokens(LocalCacheManager):
 
 
 class TellsOneGroupOfAllEvictions(LocalCacheManager):
-    """A broken manager. If groups share slots, it attributes every evicted page to the group for which the page was
+    """A broken manager that, if groups share slots, attributes every evicted page to the group for which the page was
     evicted.
     """
 
@@ -170,7 +170,7 @@ class TellsOneGroupOfAllEvictions(LocalCacheManager):
 
 
 class SharesNothing(LocalCacheManager):
-    """A broken manager that gives each group all slots, instead of letting groups share them."""
+    """A broken manager that gives each group as many slots as all groups should share."""
 
     def __init__(self, groups: Sequence[GroupSpec], *args: Any, **more: Any) -> None:
         super().__init__([replace(group, shares=None) for group in groups], *args, **more)

@@ -20,7 +20,7 @@ WAITS, STREAMS, STRAIGHT = traffic(), traffic(streams=True), traffic(gds_loads=G
 
 
 def half_in_host_memory(keys: Keys, limits: DiskTraffic) -> DiskWorld:
-    """A world in which the first two of `keys` are in host memory and the others only on disk."""
+    """Returns a world in which the first two of `keys` are in host memory and the others only on disk."""
     world = disk_world.written(keys[2:], limits=limits)
     world.store(keys[:2])
     world.run()
@@ -70,14 +70,14 @@ def test_pages_that_failed_are_nobodys() -> None:
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
     (read,) = world.take()
-    # The third of the four pages fails, so the hit ends before it.
+    # The third page of the read fails, so the hit ends before it.
     world.end(read, lambda page: page == 2)
     assert blocks_by_tier(world.match(keys)) == (2, 2)
 
 
 def test_of_what_was_fetched_only_blocks_after_the_start_count() -> None:
-    """Between two lookups, the engine may have got blocks that the request waited for into its own cache. These blocks
-    do not count as hits.
+    """Blocks before the lookup's start do not count as hits, even if the request waited for them. Between two lookups,
+    the engine may have got these blocks into its own cache.
     """
     keys = chain(6)
     world = half_in_host_memory(keys, WAITS)
@@ -110,8 +110,8 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
 
 
 def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
-    """A world with eight pages of a full group and four pages, twice as large, of a window group. If `on_disk` is set,
-    the pages are only on disk; otherwise they are also in host memory.
+    """Returns a world with eight pages of a full group and four pages, twice as large, of a window group. If `on_disk`
+    is set, the pages are only on disk; otherwise they are also in host memory.
     """
     world = DiskWorld(groups=(GroupSpec(4, 16), GroupSpec(8, 16, Rule.WINDOW, 2)))
     keys = [chain(8), chain(4, seed=1)]
@@ -139,7 +139,9 @@ def test_of_groups_with_other_rules_each_tier_has_the_share_of_its_pages(on_disk
 
 
 def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
-    """Host memory alone has a shorter hit, which is promised while the request waits for the longer one."""
+    """If a part of a window is only on disk, the request waits for the longer hit. Meanwhile the manager promises the
+    shorter hit that host memory alone allows.
+    """
     world, keys = hybrid(on_disk=True)
     for group, first in ((0, slice(0, 4)), (1, slice(0, 2))):
         world.store(keys[group][first], group=group)
@@ -147,14 +149,14 @@ def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
     assert (result.tokens, result.reads) == (16, 2)
     world.run()
     result = world.manager.match("r", keys, 0)
-    # The longer hit does not need the window group's first two pages. It needs ten pages. Four of them, all of the full
-    # group, were in host memory.
+    # The longer hit does not need the window group's first two pages. The hit needs ten pages. Four of these, all of
+    # the full group, were in host memory.
     assert (result.tokens, result.by_tier) == (32, (13, 19))
     world.manager.check_integrity()
 
 
 def test_a_hit_that_needs_no_page_is_host_memorys() -> None:
-    """A hit that ends with a complete chunk needs no pages, so it counts as host memory's, although the request has
+    """A hit that ends with a complete chunk needs no pages. It counts as a hit in host memory, although the request has
     waited for pages.
     """
     world, keys = DiskWorld(groups=(GroupSpec(4, 16, Rule.CHUNK, 8),)), [chain(3)]
@@ -187,8 +189,8 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
 def test_pages_that_are_not_in_host_memory_are_waited_for(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are not in host memory must be waited for. When the manager compares fetching these pages with
-    computing them, it therefore counts the time that a fetch takes to begin.
+    """When the manager compares fetching pages with computing them, it counts the time that a fetch takes to begin for
+    all pages that are not in host memory, because the request must wait for them.
     """
     world, keys = hybrid(on_disk=True)
     weighed: list[tuple[list[int], list[bool]]] = []

@@ -1,4 +1,4 @@
-"""Loads from host memory: which slots they read, and what a failure leaves."""
+"""Shows which slots loads from host memory read, and which pages are left after a failure."""
 
 from __future__ import annotations
 

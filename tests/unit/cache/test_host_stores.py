@@ -1,4 +1,4 @@
-"""Stores to host memory: when their pages become hits, and when they never do."""
+"""Tests stores to host memory: when their pages become hits, and when they never do."""
 
 from __future__ import annotations
 

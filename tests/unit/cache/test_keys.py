@@ -1,4 +1,4 @@
-"""Hashes, key chains and namespaces."""
+"""Tests hashes, key chains and namespaces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ NAMESPACE = namespace_digest({"model": "m", "epoch": 0})
 
 
 def sglang_page_hashes(elements: list[tuple[int, ...]], page: int) -> list[bytes]:
-    """The chain of page hashes that SGLang computes, here with hashlib. An element is one token, or two for EAGLE."""
+    """Returns the chain of page hashes that SGLang computes, computed with hashlib. An element is one token, or two for
+    EAGLE.
+    """
     hashes: list[bytes] = []
     for begin in range(0, len(elements) // page * page, page):
         hasher = hashlib.sha256(hashes[-1] if hashes else b"")
@@ -192,8 +194,8 @@ def test_namespace_fields_cannot_alias() -> None:
 
 
 def test_a_namespace_cannot_pass_for_a_block() -> None:
-    """If the namespace were hashed without framing, a 16-character namespace and four tokens of 32 bits would give the
-    same key.
+    """A namespace and the first tokens of a block never give the same key, because the namespace is hashed with
+    framing. Without framing, a 16-character namespace and four tokens of 32 bits would give the same key.
     """
     name = "sixteen-chars-ab"
     as_tokens = [int.from_bytes(name.encode()[i : i + 4], "little") for i in range(0, 16, 4)]
@@ -213,7 +215,9 @@ def test_a_namespace_cannot_pass_for_a_block() -> None:
 
 @pytest.mark.parametrize("count", [(1 << 27) + 1, 1 << 40])
 def test_more_tokens_than_any_context_are_refused(count: int) -> None:
-    """The array repeats one number, so making it takes no memory, but reading it would take terabytes."""
+    """A call with more tokens than any context has is refused before the tokens are read. The array repeats one number,
+    so making it takes no memory, but reading it would take terabytes.
+    """
     with pytest.raises(TokenError, match=f"tokens are {count}; allowed are up to 134217728 in one call"):
         TokenChain(16).extend(np.broadcast_to(np.int64(7), count))
 

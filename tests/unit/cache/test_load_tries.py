@@ -1,5 +1,5 @@
-"""Pages that a request's own loads failed to load are not promised to the request again, even if the tiers still have
-them.
+"""If a request's own loads fail for some pages, the manager does not promise these pages to the request again, even if
+the tiers still have them.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Clock:
 def test_an_engine_that_ends_requests_whose_load_fails_is_promised_nothing_for_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """If an engine ends a request whose load fails, its client sends the request again under a new id, so remembering
-    failed loads by request does not help.
+    """If an engine ends requests whose loads fail, the manager promises it nothing for some time after a failed load. A
+    client sends an ended request again under a new id, so remembering failed loads by request would not help.
     """
     clock, chain = Clock(), keys(4)
     manager = LocalCacheManager(

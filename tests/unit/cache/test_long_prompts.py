@@ -1,5 +1,6 @@
-"""Prompts whose pages do not all fit in host memory at once, for groups that need different pages: the request gets the
-longest hit that does fit, and nothing is read that no hit can use."""
+"""If the pages of a prompt do not all fit in host memory at once, the request gets the longest hit that does fit, and
+flexkv reads nothing that no hit can use. The tests have groups that need different pages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ GROUPS = {
 def on_disk(
     groups: tuple[GroupSpec, ...], asks_again: bool, blocks: int = BLOCKS
 ) -> tuple[DiskWorld, list[Keys]]:
-    """A world with the first `blocks` blocks of a prompt on disk alone; host memory can hold SLOTS blocks."""
+    """Returns a world with the first `blocks` blocks of a prompt on disk only. Host memory can hold SLOTS blocks."""
     world = DiskWorld(places=64, groups=groups, manager_limits=ManagerLimits(asks_again=asks_again))
     keys = [chain(BLOCKS), chain(BLOCKS, seed=1)]
     for group in range(2):
@@ -41,7 +42,9 @@ def on_disk(
 
 
 def ask_until_answered(world: DiskWorld, keys: list[Keys]) -> tuple[MatchResult, int]:
-    """Looks a request up, as an engine does in each step. Returns the answer and the number of pages read for it."""
+    """Looks a request up, as an engine does in each step. Returns the final result and the number of pages read for
+    it.
+    """
     read = 0
     for _ in range(8):
         result = world.manager.match("r", keys, 0)

@@ -1,4 +1,4 @@
-"""Lookups in host memory: which blocks are promised, for how long, and how many at once."""
+"""Tests lookups in host memory: which blocks are promised, for how long, and how many at once."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_rules_decide_which_lengths_are_restorable() -> None:
     store(manager, np.ascontiguousarray(window[[1, 2, 3, 6, 7]]), group=1)
     store(manager, np.ascontiguousarray(state[[2, 6]]), group=2)
     match = manager.match("a", [full, window, state], 0)
-    # A hit of 8 blocks lacks a state. One of 7 needs window blocks 5 and 6, but 5 is missing. One of 3 has window
-    # blocks 1 and 2, and state 2.
+    # A hit of 8 blocks would need a missing state. A hit of 7 would need window blocks 5 and 6, but 5 is missing. A hit
+    # of 3 needs window blocks 1 and 2, and state 2, which are all present.
     assert match.blocks == 3
     assert [len(g.slots) for g in match.groups] == [3, 2, 1]
     assert [g.first_block for g in match.groups] == [0, 1, 2]

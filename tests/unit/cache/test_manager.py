@@ -1,4 +1,6 @@
-"""The cache manager as a whole: resets, the notifications that its listener gets, and calls that break its contract."""
+"""Tests the cache manager as a whole: resets, the notifications that its listener gets, and calls that break its
+contract.
+"""
 
 from __future__ import annotations
 

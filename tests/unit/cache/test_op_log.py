@@ -1,4 +1,4 @@
-"""The log lines about a manager's ops: failures at the default level, everything else at the debug level."""
+"""Tests the log lines about a manager's ops: failures at the default level, everything else at the debug level."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Lines = Callable[[int], list[str]]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """A function that returns the log lines of the op log with at least a given level."""
+    """Returns a function for the log lines of the op log with at least a given level."""
     return lambda level: [
         record.message
         for record in caplog.records
@@ -111,8 +111,8 @@ def test_a_failed_load_straight_from_disk_is_named(lines: Lines) -> None:
 
 
 def test_what_nobody_waits_for_may_fail(lines: Lines) -> None:
-    """Loads that end as cancelled because their request was aborted or a reset overtook them are not failures, and are
-    not logged.
+    """A load that ends as cancelled is not logged, because its request was aborted or a reset came before its end, so
+    it is no failure.
     """
     manager, chain = make(), keys(4)
     for what in ("aborted", "overtaken"):

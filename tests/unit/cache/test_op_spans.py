@@ -1,4 +1,4 @@
-"""A process that traces gets one span per op. In these tests OpenTelemetry's own SDK receives the spans."""
+"""A process with tracing emits one span per op. In these tests OpenTelemetry's own SDK receives the spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.cache.host_world import end, ids, keys, make
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """The spans that a tracer provider receives. The provider is set only for this test, although a process can
+    """Records the spans of this test's tracer provider. The provider is set only for this test, although a process can
     normally set one only once.
     """
     memory = InMemorySpanExporter()

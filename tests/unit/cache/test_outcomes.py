@@ -1,4 +1,4 @@
-"""The outcome of a lookup, the reason why the lookup promises no more, and how both are counted."""
+"""Tests the outcome of a lookup, the reason why the lookup promises no more, and how both are counted."""
 
 from __future__ import annotations
 

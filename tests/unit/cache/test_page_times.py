@@ -1,5 +1,5 @@
-"""Times to live of single pages (`flexkv.ttl_s`) in host memory, on disk and in the tiers behind it, and how much time
-a page has left.
+"""Tests the time to live of single pages (`flexkv.ttl_s`) in host memory, on disk and in the tiers behind the disk, and
+how much time a page has left.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ TTL_S = 10
 
 
 def in_host(slots: int = 8) -> DiskWorld:
-    """A world whose disk is never written to, so that pages are only in host memory."""
+    """Returns a world whose disk is never written to, so that pages are only in host memory."""
     return DiskWorld(slots=slots, mode=WriteMode.OFF)
 
 
 def timed(keys: Keys = KEYS, **kwargs: Any) -> DiskWorld:
-    """A world in which `keys` are only on disk, and expire after TTL_S."""
+    """Returns a world in which `keys` are only on disk, and expire after TTL_S."""
     world = DiskWorld(**kwargs)
     world.store(keys, ttl_s=TTL_S)
     world.run()
@@ -364,8 +364,8 @@ def test_groups_that_share_places_expire_apart() -> None:
 
 
 def test_a_tier_that_keeps_no_times_gets_no_page_that_expires() -> None:
-    """A page that expires is not written to a tier that keeps no expiry, because the tier would serve it for ever. A
-    store that machines share is such a tier.
+    """A page with a time to live is not written to a tier that keeps no expiry, because the tier would serve the page
+    for ever. A store that machines share is such a tier.
     """
     assert not SymbolicTier.keeps_times
     world = DiskWorld()
@@ -391,7 +391,7 @@ def test_pages_that_leave_host_memory_are_written_with_their_time(mode: WriteMod
     assert world.hits(KEYS) == 0
 
 
-# --- parts ---
+# --- single functions ---
 
 
 def test_the_earlier_of_two_times() -> None:
@@ -412,7 +412,7 @@ def test_the_last_expired_keys_are_remembered() -> None:
     assert expired.holds(many[-1:])
 
 
-# --- against the model ---
+# --- simulations against the model ---
 
 
 def configs(disk: bool) -> Iterator[SimulationConfig]:

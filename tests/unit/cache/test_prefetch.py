@@ -1,4 +1,4 @@
-"""Prefetches: fetches that begin before the engine first looks up a request. They promise nothing, and take no host
+"""Prefetches are fetches that begin before the engine first looks up a request. They promise nothing, and take no host
 slots that requests wait for.
 """
 
@@ -228,7 +228,7 @@ def test_what_streams_is_prefetched_as_a_lookup_reads_it(layers: bool) -> None:
 
 def test_several_groups_are_prefetched_together() -> None:
     world, keys = two_groups(4)
-    # Prefetches may use a quarter of the 16 slots: two blocks of each group.
+    # Prefetches may use a quarter of the 16 slots, which is two blocks of each group.
     assert world.manager.prefetch("r", keys, 0) == 2
     assert [op.pages for op in world.take()] == [2, 2]
     for op in list(world.lane.ops.values()):
@@ -237,7 +237,9 @@ def test_several_groups_are_prefetched_together() -> None:
 
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
-    """Which pages of a window group are needed is known only when the end of the hit is known."""
+    """No page is prefetched if one of the groups has a window: which pages of a window group are needed is known only
+    when the end of the hit is known.
+    """
     world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]
     for group in range(2):

@@ -1,5 +1,5 @@
-"""The real manager and the real remote tier, with a store whose answers may be wrong, are compared with the model.
-Broken tiers must be caught.
+"""Compares the real manager and the real remote tier with the model, with a store whose values may be wrong. Broken
+tiers must be caught.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def test_a_broken_manager_is_caught(manager_class: type[LocalCacheManager]) -> N
 
 
 def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
-    """Replaces `StoreMoves.fetched` in a broken tier: publishes a page without comparing its trailer and digests."""
+    """Replaces `StoreMoves.fetched` in a broken tier, which publishes a page without comparing its trailer and
+    digests.
+    """
     value = moves.store.values.get((group, key))
     if value is None:
         return None
@@ -99,15 +101,15 @@ def _without_a_check(moves: StoreMoves, group: int, key: bytes) -> Any:
 
 
 def _trust_what_exists(tier: RemoteTier, plan: Any, entries: Any, suspect: Any) -> None:
-    """Replaces `RemoteTier.end_fetch` in a broken tier: keeps believing that the store has a page although the store
-    did not deliver it.
+    """Replaces `RemoteTier.end_fetch` in a broken tier, which keeps treating a page as present although the store did
+    not deliver it.
     """
     tier.presence.unpin(entries)
 
 
 def _go_on_after_a_reset(tier: RemoteTier) -> None:
-    """Replaces `RemoteTier.begin_reset` in a broken tier: pages of the new weights get the names of the old ones in the
-    store.
+    """Replaces `RemoteTier.begin_reset` in a broken tier, in which pages of the new weights get the names of the old
+    ones in the store.
     """
     tier.presence.clear()
 
@@ -132,8 +134,8 @@ def test_a_broken_tier_is_caught(
 def test_slots_that_are_free_before_the_helper_is_reaped_are_caught(
     writes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host slots that a helper was writing may be reused only when the helper's process has ended. Here the helper
-    writes to them after that, when the slots may already have other pages.
+    """Host slots into which a helper writes may be reused only when the helper's process has ended. If the helper goes
+    on writing to them afterwards, the simulation catches the wrong bytes.
     """
     late: list[tuple[StoreMoves, int, int]] = []
     ended_by_death, move = StoreMoves.ended_by_death, TierMoves.move

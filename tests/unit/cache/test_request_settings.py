@@ -1,4 +1,4 @@
-"""The effect of a request's settings on its lookups: how much is promised, and from which tiers."""
+"""Tests the effect of a request's settings on its lookups: how much is promised, and from which tiers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class IgnoresSettings(LocalCacheManager):
 def promised(
     settings: RequestSettings, start: int = 0, manager_class: type[LocalCacheManager] = LocalCacheManager
 ) -> tuple[int, MissReason | None]:
-    """Looks up KEYS, which are in host memory. Returns how many blocks are promised, and the reason why no more are."""
+    """Looks up KEYS, which are in host memory. Returns how many blocks are promised, and the reason why no more are
+    promised.
+    """
     manager = make(manager_class=manager_class)
     store(manager, KEYS)
     match = manager.match("r", [KEYS], start, None, settings)
@@ -112,7 +114,7 @@ def test_a_request_that_waits_for_disk_gets_no_more_than_it_asks_for() -> None:
 
 
 def on_disk(manager_class: type[LocalCacheManager] = LocalCacheManager) -> DiskWorld:
-    """A world in which KEYS are only on disk."""
+    """Returns a world in which KEYS are only on disk."""
     world = DiskWorld(slots=BLOCKS, compute_if_faster=False, manager_class=manager_class)
     world.store(KEYS)
     world.run()
@@ -155,7 +157,7 @@ def test_a_lookup_carries_the_settings() -> None:
     assert [ask.settings for ask in asks] == [settings]
 
 
-# --- groups that need different pages, and tiers that must be asked ---
+# --- groups that need different pages, and tiers that a lookup must query ---
 
 
 @pytest.mark.parametrize(("most", "tokens"), [(None, 12), (3 * 4 - 1, 8), (2 * 4, 8), (3, 0)])

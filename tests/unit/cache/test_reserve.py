@@ -1,4 +1,4 @@
-"""The slots that large pools keep free (the reserve), and which blocks may not be evicted for them."""
+"""Large pools keep some slots free (the reserve). Some blocks may not be evicted for the reserve."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_reserve_takes_neither_leased_nor_unwritten_blocks() -> None:
     assert manager.match("reader", [leased], 0).blocks == len(leased)
     unwritten = plan(manager, late, "unwritten")
     finish(manager, plan(manager, keys(2, seed=2), "ends"))
-    # Only the two blocks whose store has just finished could be evicted.
+    # Only the two blocks whose store has just finished may be evicted.
     assert manager.free_slots(0) == 10 < reserve_pages(SLOTS)
     assert manager.match("again", [leased], 0).blocks == len(leased)
     finish(manager, unwritten)

@@ -83,8 +83,8 @@ class WatchedReset:
 
 
 def test_a_reset_that_is_begun_waits_for_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`begin_reset` does not wait for the tiers; `poll_reset` polls whether they have confirmed. Even before they have
-    confirmed, older pages are misses, and new pages are promised.
+    """`begin_reset` does not wait for the tiers; `poll_reset` polls whether the tiers have confirmed the reset. Even
+    before that, older pages are misses, and new pages are promised.
     """
     watched = WatchedReset()
     manager, keys = watched.manager, chain(5)
@@ -127,8 +127,8 @@ def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
 def test_a_further_reset_gives_a_tier_that_has_not_confirmed_the_last_one_no_more_time(
     monkeypatch: pytest.MonkeyPatch, confirmed: bool
 ) -> None:
-    """A tier's time limit runs from the first reset that it has not confirmed. In the control the tiers confirm the
-    first reset, so that they get the full time for the second one.
+    """A second reset does not extend the time limit of a tier that has not confirmed the first one. In the control the
+    tiers confirm the first reset, so that they get the full time for the second one.
     """
     watched, now_s = WatchedReset(), 0.0
     manager = watched.manager
@@ -171,8 +171,8 @@ def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
 
 
 class WaitsBetween(LocalCacheManager):
-    """A broken manager that resets one tier after the other: it waits for each, with a separate time limit, before the
-    next tier drops its pages.
+    """A broken manager that resets one tier after the other. It waits for each tier, with a separate time limit, before
+    the next tier drops its pages.
     """
 
     def reset(self) -> int:
@@ -202,7 +202,7 @@ class KeepsLeases(LocalCacheManager):
 
 
 class ServesUntilTheEnd(LocalCacheManager):
-    """A broken manager: host memory drops its pages only after the wait for the other tiers."""
+    """A broken manager whose host memory drops its pages only after the wait for the other tiers."""
 
     def reset(self) -> int:
         self.promises.end_all()

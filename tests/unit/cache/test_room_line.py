@@ -1,4 +1,6 @@
-"""Requests that wait in a queue for host slots: whose turn it is, what they hold meanwhile, and when they give up."""
+"""Requests wait in a queue for host slots. Shows in which order they are served, which pages they hold meanwhile, and
+when they give up.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ASKS_AGAIN = ManagerLimits(asks_again=True)
 
 
 def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
-    """A world with all prompts on disk and none in host memory. Its engine repeats its lookups."""
+    """Returns a world with all prompts on disk and none in host memory. Its engine repeats its lookups."""
     kwargs.setdefault("manager_limits", ASKS_AGAIN)
     world = DiskWorld(slots=slots, places=512, **kwargs)
     for number, keys in enumerate(prompts):
@@ -127,8 +129,9 @@ def test_prompts_of_all_sizes_are_served() -> None:
 
 
 def test_two_prompts_of_which_there_is_room_for_a_half_each_do_not_wait_for_each_other() -> None:
-    """Each prompt has seven pages, three of them in host memory. There are too few slots for these six pages and the
-    rest of one prompt.
+    """If two prompts need slots and each could get only half of them, they do not wait for each other for ever. Each
+    prompt has seven pages, three of them in host memory. There are too few slots for these six pages and the rest of
+    one prompt.
     """
     a, b = chain(7, 1), chain(7, 2)
     world = queued([a, b], slots=8)
@@ -253,7 +256,7 @@ def test_who_waits_is_served_in_the_order_of_the_first_question() -> None:
 
 
 def waited_in_vain(wait_s: float, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """A world in which request a waits for host slots that another request's lease never frees."""
+    """Returns a world in which request a waits for host slots that another request's lease never frees."""
     keys = chain(6, 1)
     world = queued([keys], slots=8, limits=traffic(wait_s=wait_s), **kwargs)
     blocker(world, 4)

@@ -1,5 +1,5 @@
-"""Requests from their first lookup to their end through all tiers, call by call, with the possible faults of each call.
-Managers that break a rule in between must be caught.
+"""Follows requests from their first lookup to their end through all tiers, call by call, with the possible faults of
+each call. Managers that break a rule in between must be caught.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Managers = type[LocalCacheManager]
 
 
 def half_on_disk(slots: int = 96, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """A world with 64 blocks, of which the first half is in host memory and the second half only on disk."""
+    """Returns a world with 64 blocks, of which the first half is in host memory and the second half only on disk."""
     keys = chain(BLOCKS)
     world = written(keys[HALF:], slots=slots, places=128, **kwargs)
     world.store(keys[:HALF])
@@ -45,8 +45,8 @@ def half_on_disk(slots: int = 96, **kwargs: Any) -> tuple[DiskWorld, Keys]:
 
 
 def waits_for_the_disk(**kwargs: Any) -> tuple[DiskWorld, Keys, TransferOp]:
-    """A request has looked up 64 blocks. The half in host memory is leased, and the read of the other half is in
-    flight.
+    """Returns a world in which a request has looked up 64 blocks. The half in host memory is leased, and the read of
+    the other half is in flight.
     """
     world, keys = half_on_disk(**kwargs)
     result = world.match(keys)
@@ -149,7 +149,9 @@ def test_host_memory_that_is_too_small_takes_what_fits() -> None:
 
 
 def a_streamed_page_fails(load_first: bool, manager_class: Managers = LocalCacheManager) -> None:
-    """Page 40 fails in the read and in the load that waits for it. If `load_first` is set, the load reports first."""
+    """Page 40 fails in the read and in the load that waits for the read. If `load_first` is set, the load reports
+    first.
+    """
     world, keys = half_on_disk(limits=traffic(streams=True), manager_class=manager_class)
     assert (world.look(keys).blocks, world.manager.waits("r")) == (BLOCKS, False)
     (read,) = world.take()
@@ -203,7 +205,7 @@ def a_page_of_a_gds_load_fails(cause: FailureCause, manager_class: Managers = Lo
     assert len(stored.published) == 0, "it was computed from a page that did not come"
     kept = cause is not FailureCause.CONTENT
     assert world.tier.present(0, keys[HALF:]).tolist() == [kept or page != 17 for page in range(HALF)]
-    # The request's pages now come through host memory, where the disk lane checks them.
+    # The request's pages are now read to host memory, where the disk lane checks them.
     assert world.look(keys).reads == 1
     assert world.run() == [OpKind.DISK_READ]
     assert world.match(keys).blocks == (BLOCKS if kept else HALF + 17)
@@ -231,7 +233,7 @@ def a_reset_comes_while_pages_move(manager_class: Managers = LocalCacheManager) 
     world.manager.end_request("r")
     (write,) = world.take()
     assert write.kind is OpKind.DISK_WRITE
-    # A burst of stores: pages that are being written to disk stay, and all others may be evicted.
+    # A burst of stores needs slots. Pages that are being written to disk stay, and all others may be evicted.
     assert world.store(chain(12, seed=2), name="burst") == 4
     assert world.manager.hub.there(0, keys).all()
     overtaken = world.manager.begin_store("late", 0, late, np.array([8, 9], np.int32), 0)
@@ -240,7 +242,7 @@ def a_reset_comes_while_pages_move(manager_class: Managers = LocalCacheManager) 
         overtaken = world.manager.begin_store("late", 0, late, np.array([8, 9], np.int32), 0)
     world.manager.reset()
     assert world.match(keys).blocks == 0
-    # The same blocks are stored again with the new weights, while the old write is still in flight.
+    # The same blocks are stored again with the new weights, while the write of the old weights is still in flight.
     world.store(keys, name="again")
     again = [op for op in world.take() if op.kind is OpKind.DISK_WRITE]
     assert not set(write.places.tolist()) & {place for op in again for place in op.places.tolist()}

@@ -1,4 +1,4 @@
-"""The real manager is compared with the model in more than 100,000 random steps. Broken managers must be caught."""
+"""Compares the real manager with the model in more than 100,000 random steps. Broken managers must be caught."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_eviction_policies_take_runs_apart() -> None:
-    """Simulations with different policies differ, so the tests above do not test one policy under two names."""
+    """Simulations with different policies have different results, so the tests above do not test one policy under two
+    names.
+    """
     differ = [
         Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
         for narrow in narrow_configs(seeds=3)
@@ -91,8 +93,8 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def narrow_configs(seeds: int = 12, failure_rate: float = 0.05) -> Iterator[SimulationConfig]:
-    """Configurations with few slots and short queues, so that eviction and BUSY are common. The simulation runs without
-    `check_integrity`.
+    """Yields configurations with few slots and short queues, so that eviction and BUSY are common. The simulation runs
+    without `check_integrity`.
     """
     for seed in range(seeds):
         yield SimulationConfig(
@@ -120,8 +122,8 @@ BYTES_ALONE = ["PublishesFailedPages", "IgnoresDiscard", "ReportsFailedLoadsAsGo
 
 @pytest.mark.parametrize("name", BYTES_ALONE)
 def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the model's checks of the manager's answers are switched off, the symbols in blocks and slots show the
-    fault.
+    """The simulation catches these broken managers by wrong bytes alone. Even without the model's checks of the
+    manager's results, the symbols in blocks and slots show the fault.
     """
 
     def require_bytes_only(holds: bool, what: str) -> None:

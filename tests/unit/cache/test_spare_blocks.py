@@ -1,5 +1,5 @@
-"""Spare blocks are useful only to requests that diverge from a prompt. If they have more than their share of host
-memory, they are evicted first. A block that a request uses is no longer spare.
+"""Spare blocks are useful only to requests that diverge from a prompt. If spare blocks have more than their share of
+host memory, they are evicted first. A block that a request uses is no longer spare.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def offer(manager: LocalCacheManager, offered: Keys, request: str, spare: bool) 
 
 
 def full_of_spares() -> LocalCacheManager:
-    """A manager whose host memory is full, and whose spare blocks were stored last."""
+    """Returns a manager whose host memory is full, and whose spare blocks were stored last."""
     manager = make(SLOTS)
     store(manager, OTHERS, "others")
     manager.end_request("others")

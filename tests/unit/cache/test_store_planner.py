@@ -1,4 +1,6 @@
-"""The planner of stores with a minimal engine, without any real engine's classes: which blocks it offers, and when."""
+"""Shows which blocks the planner of stores offers, and when. The tests use a minimal engine, without any real engine's
+classes.
+"""
 
 from __future__ import annotations
 
@@ -191,8 +193,8 @@ class Engine:
         return request
 
     def step(self, *computed: tuple[Request, int]) -> list[int]:
-        """Runs a step that computes each request up to the given number of tokens. Returns the blocks that are
-        stored.
+        """Runs a step that computes each request up to the given number of tokens. Returns the blocks that the step
+        stores.
         """
         for request, tokens in computed:
             request.computed, request.step_end, request.certain = request.certain, tokens, tokens
@@ -227,7 +229,9 @@ def test_blocks_are_stored_as_they_become_certain() -> None:
 
 @pytest.mark.parametrize("together", [1, 3])
 def test_generated_blocks_are_stored_some_at_a_time(together: int) -> None:
-    """The first block with generated tokens also contains the prompt's last tokens."""
+    """Generated blocks are stored `generated_blocks` at a time. The first block with generated tokens also contains the
+    prompt's last tokens.
+    """
     engine, tokens = Engine(EagerStores, generated_blocks=together), range(29)
     request = engine.start("one", tokens, 50)
     request.generated = 29 - 6
@@ -257,7 +261,7 @@ def test_generated_blocks_without_room_do_not_wait_for_more() -> None:
     engine = Engine(EagerStores, slots=4, generated_blocks=3)
     leased = engine.start("leased", range(100, 116), 90)
     assert engine.step((leased, 16)) == [90, 91, 92, 93]
-    engine.manager.match("reader", [keys_of(range(100, 116))], 0)  # all slots are in use
+    engine.manager.match("reader", [keys_of(range(100, 116))], 0)  # leases all slots for another request
     request = engine.start("one", range(16), 50)
     request.generated = 16
     assert engine.step((request, 12)) == []
@@ -283,7 +287,9 @@ def test_a_tail_is_stored_at_the_end() -> None:
 
 
 def test_a_tail_that_the_limit_cuts_is_not_stored() -> None:
-    """If the limit ends within the tail, the tail is not stored, because its block has tokens beyond the limit."""
+    """A partial tail is not stored if the request's limit of stored tokens ends within the tail, because the tail's
+    block has tokens beyond the limit.
+    """
     for limit, stored in ((6, [50]), (9, [50, 51]), (11, [50, 51, 52])):
         engine = Engine(EagerStores, partial_blocks=True)
         request = engine.start("one", range(10), 50)
@@ -304,7 +310,7 @@ def test_blocks_without_room_wait_and_are_lost_when_the_engine_takes_them() -> N
     engine = Engine(EagerStores, slots=2)
     leased = engine.start("leased", range(100, 108), 90)
     assert engine.step((leased, 8)) == [90, 91]
-    engine.manager.match("reader", [keys_of(range(100, 108))], 0)  # both slots are in use
+    engine.manager.match("reader", [keys_of(range(100, 108))], 0)  # leases both slots for another request
     request = engine.start("one", range(8), 50)
     assert engine.step((request, 8)) == []
     assert engine.finish(request) == []
@@ -346,8 +352,8 @@ def test_lazy_stores_take_what_the_engine_hands_out_next() -> None:
 def test_what_the_engine_drops_before_it_is_stored_is_counted(
     monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
-    """Blocks are lost when the engine resets its cache, of which the connector is not notified. In the control the
-    planner does not record the blocks, so it counts none.
+    """Blocks that the engine's reset drops before they are stored are counted as missed. The connector is not notified
+    of this reset. In the control the planner does not record the blocks, so it counts none.
     """
     if not counts:
         monkeypatch.setattr(LazyStores, "_note_left", lambda *_: None)
@@ -396,7 +402,7 @@ def test_control_a_hash_alone_does_not_prove_content(monkeypatch: pytest.MonkeyP
 
 def left_by(engine: Engine, name: str, namespace: bytes, found: int = 0) -> list[int]:
     """Runs a request of two blocks, of which it finds `found` in the engine's own cache. Returns the blocks that are
-    stored at its end.
+    stored at the request's end.
     """
     engine.pool.free.clear()  # the engine has reused its free blocks
     request = engine.start(name, range(8), 50)
@@ -437,7 +443,7 @@ def test_nothing_of_replaced_weights_is_stored(kind: type[RequestStores]) -> Non
     engine.stores.reset(dict(engine.pool.hash_by_block))
     taker = engine.start(
         "two", range(8), 50
-    )  # it shares the first request's blocks through the engine's own cache
+    )  # the second request shares the first one's blocks through the engine's own cache
     assert taker.stale
     engine.step((taker, 8))
     engine.finish(taker)

@@ -1,4 +1,4 @@
-"""The real manager with a symbolic tier, alone or behind disks, is compared with the model. Broken tiers must be
+"""Compares the real manager with a symbolic tier, alone or behind disks, with the model. Broken tiers must be
 caught.
 """
 
@@ -98,7 +98,7 @@ def test_a_tier_that_says_it_has_what_it_lacks_costs_its_pages_only(monkeypatch:
 
 
 def _keep_old_epochs(tier: SymbolicTier) -> None:
-    """Replaces `SymbolicTier.begin_reset` in a broken tier: keeps all pages over a reset."""
+    """Replaces `SymbolicTier.begin_reset` in a broken tier, which keeps all pages over a reset."""
 
 
 def _bring_whatever_is_there(
@@ -119,7 +119,7 @@ def _bring_whatever_is_there(
 def test_a_broken_tier_is_caught(
     owner: type[Any], name: str, broken: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulation catches tiers that keep pages that they could not deliver, keep pages over a reset, or report
+    """The simulation catches a tier that keeps pages that it could not deliver, keeps pages over a reset, or reports
     wrong bytes as good.
     """
     monkeypatch.setattr(owner, name, broken)

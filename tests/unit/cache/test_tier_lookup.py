@@ -1,4 +1,4 @@
-"""One lookup over all tiers, compared with a model that works page by page."""
+"""Compares one lookup over all tiers with a model that works page by page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_lookups_agree_with_the_model(soak_round: int) -> None:
         run(f"{soak_round}/large/{case}", blocks=1600)
 
 
-# --- controls: a model that breaks one rule disagrees ---
+# --- controls: a model that breaks one rule disagrees with the lookup ---
 
 
 class OtherOrder(TierModel):
@@ -187,7 +187,8 @@ def test_tiers_in_turn_are_asked_in_windows_until_their_runs_are_longer() -> Non
     host, disk = index_of(slots=2000), index_of(slots=2000)
     for i in range(2000):
         odd = i % 2 == 1
-        # After the first window the disk has every block. After the second window host memory has none.
+        # Before block `turns`, host memory and the disk have every other block in turn. From `turns` on the disk has
+        # every block. From `turns` + 512 on host memory has none.
         if odd and i < turns + 512:
             host.finish(host.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
         if not odd or i >= turns:
@@ -309,7 +310,7 @@ def test_the_indexes_live_as_long_as_their_lookup() -> None:
     assert lookup.look([chain], 0, ALL, 1, 0).blocks == 3
 
 
-# --- what is refused ---
+# --- refused arguments ---
 
 
 def test_tiers_that_do_not_fit_are_refused() -> None:

@@ -1,5 +1,5 @@
-"""The manager's view of a tier. No code outside `cache/tiers` knows a particular tier, and a new tier takes about a
-page of code.
+"""The manager uses every tier through one interface. No code outside `cache/tiers` knows a particular tier, and a new
+tier takes about a page of code.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ FILES = [file for file in sorted(CACHE.rglob("*.py")) if not file.is_relative_to
 
 
 def imports_of(source: str) -> set[str]:
-    """The modules that a file imports."""
+    """Returns the modules that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -170,7 +170,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def tiers_named(source: str) -> set[str]:
-    """The imported modules of tiers, except the modules that all tiers share."""
+    """Returns the imported modules of tiers, except the modules that all tiers share."""
     shared = {f"flexkv.cache.tiers.{name}" for name in ("contract", "routes", "tables")}
     outside = ("flexkv.cache.tiers", "flexkv.storage")
     return {module for module in imports_of(source) - shared if module.startswith(outside)}

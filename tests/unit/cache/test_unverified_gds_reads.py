@@ -1,4 +1,6 @@
-"""GDS stores of blocks that are being read from disk. The read may still fail, so the blocks must be stored."""
+"""If blocks are offered for a GDS store while they are being read from disk, they must be stored, because the read may
+still fail.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ BLOCKS = 4
 
 
 def stored_on_disk(keys: Keys, loads: GdsUse = GdsUse.ALWAYS) -> DiskWorld:
-    """A world that stores directly to disk, and whose disk already contains `keys`."""
+    """Returns a world that stores directly to disk, and whose disk already contains `keys`."""
     world = make_world(limits=traffic(gds_loads=loads, gds_stores=True))
     (op,) = plan(world, keys, "first").graph.ops  # type: ignore[union-attr]
     stripes(world, op)
@@ -37,7 +39,7 @@ def keys() -> Keys:
 
 @pytest.fixture
 def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """A world with `keys` on disk, and their GDS load to engine blocks 0 to 3, which is in flight."""
+    """Returns a world with `keys` on disk, and their GDS load to engine blocks 0 to 3, which is in flight."""
     world = stored_on_disk(keys)
     assert world.look(keys).blocks == BLOCKS
     return world, world.load(BLOCKS)
@@ -52,7 +54,7 @@ def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
 
 
 def leading_hit(world: DiskWorld, keys: Keys) -> int:
-    """The number of blocks that are promised to another request after all copies have finished."""
+    """Returns the number of blocks that are promised to another request after all copies have finished."""
     world.run()
     world.manager.end_request("r")
     blocks = world.look(keys, "later").blocks
@@ -124,7 +126,7 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
     assert (to_host.kind, to_host.blocks.tolist()) == (OpKind.D2H, [10, 11, 12, 13])
     assert planned.stored.tolist() == [4, 5, 0, 1, 2, 3], "in the order of the ops"
     assert (planned.known, planned.dropped) == (0, 0)
-    # A failed load revokes its request's stores of later blocks, both those to disk and those to host memory.
+    # A failed load revokes its request's stores of later blocks, both the stores to disk and the stores to host memory.
     assert world.manager.discard_from("w", 5 * BLOCK_TOKENS) == 1
     assert world.manager.discard_from("w", 2 * BLOCK_TOKENS) == 3
     stripes(world, to_disk)
@@ -162,7 +164,7 @@ def test_what_the_offer_has_in_host_memory_is_not_evicted_for_the_rest(
 
 @pytest.fixture
 def reading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """A world with `keys` on disk, and their read to host memory, which is in flight."""
+    """Returns a world with `keys` on disk, and their read to host memory, which is in flight."""
     world = stored_on_disk(keys)
     world.tier.straight.stop("a rank cannot")  # type: ignore[union-attr]
     world.look(keys)

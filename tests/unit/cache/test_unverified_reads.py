@@ -1,5 +1,5 @@
-"""Blocks that are offered for a store while they are being read from disk. The read may still fail, so the blocks must
-be stored.
+"""If blocks are offered for a store while they are being read from disk, they must be stored, because the read may
+still fail.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def end_store(world: DiskWorld, plan: StorePlan, keys: Keys, status: OpStatus = 
 
 @pytest.fixture
 def coming() -> Coming:
-    """A world with four blocks on disk, whose read a lookup has begun."""
+    """Returns a world with four blocks on disk, whose read a lookup has begun."""
     keys = chain(4)
     world = written(keys)
     world.look(keys)
@@ -111,8 +111,8 @@ def test_a_streamed_load_takes_its_pages_from_the_read_all_the_same() -> None:
 
 
 def test_blocks_that_the_read_itself_fills_are_not_copied_back() -> None:
-    """A step plans its stores before its load has finished, so it offers blocks that the load itself fills. If the load
-    fails, the engine computes these blocks and offers them again.
+    """Blocks that a load is filling are not stored when the load's own step offers them. A step plans its stores before
+    its load has finished. If the load fails, the engine computes these blocks and offers them again.
     """
     keys = chain(4)
     world = written(keys, limits=traffic(streams=True))

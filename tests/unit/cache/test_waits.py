@@ -1,4 +1,4 @@
-"""How long the manager keeps pages that are leased or waited for: as long as it promised, but not for ever."""
+"""The manager keeps pages that are leased or waited for as long as it promised, but not for ever."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ SHORT_RUNS, SHORT_PAGES, WINDOW = 8, 32, 512
 
 @dataclass(slots=True)
 class Page:
-    """A block in a tier. `filler` is the id of the op that fills a pending block; 0 for a store. An `expiry` of 0 means
-    never.
+    """A block in a tier. `filler` is the id of the op that fills a pending block, or 0 if a store fills it. An `expiry`
+    of 0 means never.
     """
 
     tier: int
@@ -49,7 +49,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What a lookup should find: the pages of each group, and for each page whether it is READY or COMING."""
+    """The expected result of a lookup: the pages of each group, and for each page whether it is READY or COMING."""
 
     blocks: int = 0
     ready_blocks: int = 0
@@ -58,7 +58,7 @@ class Answer:
     expired: set[tuple[int, int, int]] = field(default_factory=set)
 
     def runs(self, group: int) -> list[tuple[int, int, int, int]]:
-        """The runs of pages with the same tier and state, each as (tier, state, first page, count)."""
+        """Returns the runs of pages with the same tier and state, each as (tier, state, first page, count)."""
         rows, first = [], 0
         for (tier, state), alike in groupby((page.tier, state) for page, state in self.pages[group]):
             count = len(list(alike))
@@ -72,8 +72,8 @@ def count_runs(pages: Sequence[tuple[Page, int]]) -> int:
 
 
 class TierModel:
-    """The pages of all tiers, with their leases. Each rule of a lookup is a method, so that a control can break the
-    rule.
+    """The pages of all tiers, with their leases. Each rule of a lookup is a method, so that a control test can break
+    the rule.
     """
 
     def __init__(self, tiers: int, groups: int) -> None:
@@ -153,7 +153,9 @@ class TierModel:
     def _run(
         self, ask: Ask, group: int, keys: Sequence[bytes], expired: set[tuple[int, int, int]]
     ) -> list[tuple[Page, int]]:
-        """The run of `keys` in the first tier that contains the first key, up to the first key that the tier lacks."""
+        """Returns the run of `keys` in the first tier that contains the first key. The run ends before the first key
+        that the tier lacks.
+        """
         for tier, wanted, how in self._ways(ask, group, keys[0]):
             run = []
             for key in keys:
@@ -168,8 +170,8 @@ class TierModel:
         return []
 
     def _ways(self, ask: Ask, group: int, key: bytes) -> Iterator[tuple[int, State, int]]:
-        """Where a lookup may find `key`, in order of preference: a tier, the state that the page must have in it, and
-        whether the page then counts as READY or COMING.
+        """Yields the states in which a lookup may find `key`, in order of preference: a tier, the page's state in this
+        tier, and whether the page then counts as READY or COMING.
         """
         for tier in self.order(ask):
             yield tier, "ready", READY

@@ -1,4 +1,4 @@
-"""The block indexes of several tiers, and the model of lookups in them. Both have the same pages."""
+"""The block indexes of several tiers, and a model of lookups in them. Indexes and model have the same pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TierWorld:
     """Tiers with random content, as real indexes and as a model.
 
     Args:
-        blocks: length in blocks of the chain that lookups ask for.
+        blocks: number of blocks of the chain that lookups ask for.
     """
 
     def __init__(self, rng: random.Random, model: type[TierModel], blocks: int) -> None:
@@ -47,7 +47,7 @@ class TierWorld:
     # --- pages ---
 
     def _fill(self, tier: int, group: int) -> None:
-        """Inserts parts of the chain into a tier, each in one state."""
+        """Inserts parts of the chain into a tier. All blocks of a part have the same state."""
         rng = self.rng
         if tier > 0 and rng.random() < 0.1:
             return
@@ -112,7 +112,7 @@ class TierWorld:
                 self.model.remove(page)
 
     def pending(self, tier: int) -> list[Page]:
-        """The pages of a random group that are pending in a tier."""
+        """Returns the pages of a random group that are pending in a tier."""
         group = self.rng.randrange(self.groups)
         return [p for p in self.model.pages.values() if (p.tier, p.group) == (tier, group) and not p.ready]
 
