@@ -18,8 +18,8 @@ struct CufileLibrary {
 };
 
 // Sets the paths of libcufile in installed wheels. load_cufile() tries them in this order, after a library
-// that is already loaded and the one that the loader finds. Python calls this function, because it knows
-// where packages are installed.
+// that is already loaded and the one that the loader finds. Python code calls this function, because it can
+// find where packages are installed.
 FLEXKV_EXPORT void set_cufile_wheels(std::vector<std::string> paths);
 
 // Loads libcufile without opening its driver, so that no GPU is needed. If libcufile cannot be loaded,

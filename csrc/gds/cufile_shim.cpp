@@ -7,7 +7,7 @@
 namespace flexkv {
 namespace {
 
-// CUfileOpError: a different user in this process has already opened the driver, so flexkv can use it, too.
+// A CUfileOpError: other code in this process has already opened the driver, so flexkv can use it, too.
 constexpr int32_t kDriverAlreadyOpen = 5026;
 // All bits of status_flags, for local disks and network file systems.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;

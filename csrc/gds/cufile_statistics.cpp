@@ -56,7 +56,8 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
     refusal_ = "cuFileStatsStart: " + to_string(error);
     return;
   }
-  // If a different user in this process had already started the statistics, at any level, they must go on.
+  // If other code in this process had already started the statistics, at any level, this object must not stop
+  // them.
   started_ = level_before_ == 0;
 }
 

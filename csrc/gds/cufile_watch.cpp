@@ -7,7 +7,7 @@ namespace {
 
 IoRoute route_of(const std::optional<CufileOps>& before, const std::optional<CufileOps>& after) {
   if (!before || !after) return IoRoute::kUnknown;
-  // The counts shrink if somebody resets the statistics meanwhile.
+  // The counts shrink if other code in this process resets the statistics between the two readings.
   if (after->direct < before->direct || after->bounced < before->bounced) return IoRoute::kUnknown;
   const bool direct = after->direct > before->direct;
   const bool bounced = after->bounced > before->bounced;

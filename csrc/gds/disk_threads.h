@@ -7,13 +7,14 @@
 
 namespace flexkv {
 
-// Unit: threads. cuFile was seen to hang with 256 or more requests in flight. Each thread has one in flight.
+// Unit: threads. The limit is low because cuFile was seen to hang with 256 or more requests in flight. Each
+// thread has one request in flight.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {
  public:
-  // `on_start` runs first in every thread, and binds the GPU. If it returns an error, every task of that
-  // thread gets the error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
+  // `on_start` runs first in every thread, and makes the GPU current. If it returns an error, every task of
+  // that thread gets the error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
   DiskThreads(int32_t disks, int32_t threads_per_disk, std::function<std::string()> on_start);
   // Waits until all submitted tasks have finished, and joins the threads. Call abandon() first if a task may
   // never finish.

@@ -1,5 +1,5 @@
-// The interface of file I/O, which moves bytes between a place in a file and memory. It is implemented with
-// POSIX calls, io_uring and cuFile, and by decorators.
+// The interface of file I/O, which moves bytes between a file and memory. There are implementations with
+// POSIX calls, io_uring and cuFile, and decorators.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -30,7 +30,7 @@ struct IoOutcome {
   int64_t bytes = 0;                  // bytes moved; a call that moved fewer than requested has failed
   std::string error;                  // why the call failed; empty if it succeeded or met the end of the file
   bool of_memory = false;             // whether the error came from the memory, its device or driver
-  std::optional<IoRoute> route = {};  // the observed route; if unset, the call took the one of route()
+  std::optional<IoRoute> route = {};  // the observed route; if unset, the call took route(call)
 };
 
 // What a FileIo requires so that calls move bytes directly between memory and a disk.
@@ -58,11 +58,12 @@ class FileIo {
   }
   // The route that `call` is expected to take.
   virtual IoRoute route(const IoCall& call) const = 0;
-  // Why no file reaches registered memory directly; empty if some file does, or if some file's route is
-  // unknown.
+  // Why calls on no file move bytes directly to registered memory; empty if calls on some file do, or if some
+  // file's route is unknown.
   virtual std::string direct_refusal() const { return {}; }
-  // Returns probing reads into memory that was added. They would show the routes of files whose route is not
-  // known yet. The caller may skip the reads: they change nothing but the content of that memory.
+  // Returns probing reads into memory that was added with add_memory(). If the caller makes them, they show
+  // the routes of files whose route is not known yet. The caller may skip them: they change nothing but the
+  // content of that memory.
   virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
   virtual Registering registering() const { return {}; }
   // Registers memory that will be used often. Returns an error, or an empty string on success. Calls on

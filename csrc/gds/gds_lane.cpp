@@ -19,9 +19,9 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A transfer that has this much takes no further work item. 16 pages of 2 MiB keep an NVMe disk
-// at its full speed; the disk lane has the same limit. At 3 GB/s, a new load waits about 10 ms for a store in
-// flight.
+// Unit: bytes. When a transfer has this many bytes, the lane adds no further work item to it. 16 pages of 2
+// MiB keep an NVMe disk at its full speed; the disk lane has the same limit. At 3 GB/s, a new load waits
+// about 10 ms for a store in flight.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
 LayerRange layers_of(const WorkItem& item) { return {item.layer_lo(), item.layer_hi()}; }
@@ -33,8 +33,8 @@ struct Task {
   PageMove move;
 };
 
-// Returns where the view's stripe lies in a slot image. Throws GeometryError unless the image has the same
-// runs there as the view.
+// Returns where the view's stripe lies in a slot image. Throws GeometryError unless the image's runs in that
+// stripe are the view's runs.
 StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
   const SlotImage& image = codec.image();
   const size_t first = static_cast<size_t>(codec.digest_offset(stripe) - codec.digest_offset(0)) / 8;

@@ -1,12 +1,13 @@
 // The lane of one rank's GDS_READ and GDS_WRITE ops. These ops move blocks between the engine's pool and the
-// rank's stripe of pages in slabs, without a page in the host pool.
+// rank's stripe of pages in slabs, without using the host pool.
 //
-// A read verifies pages as the disk lane does. If a page is staged, the lane checks its trailer before any
-// byte leaves the staging slot for the pool, and its digests while the bytes move there. If a page is read
-// directly into the pool, the lane checks both afterwards. A layerwise read brings one range of layers of all
-// its pages, then the next. For each range it reads and checks the trailers again, so that no range relies on
-// an earlier one. A write moves the stripe alone and reports the digests of its runs. The cache's manager
-// collects the digests of all ranks; the page exists when its DISK_SEAL op has written the trailer.
+// A read verifies pages as the disk lane does. If a page is staged, the lane checks the trailer before any
+// byte moves from the staging slot to the pool, and checks the digests while the bytes move to the pool. If a
+// page is read directly into the pool, the lane checks trailer and digests afterwards. A layerwise read
+// brings one range of layers of all its pages, then the next range. For each range it reads and checks the
+// trailers again, so that no range relies on the check of an earlier range. A write moves the stripe alone
+// and reports the digests of its runs. The cache's manager collects the digests of all ranks; the page exists
+// when its DISK_SEAL op has written the trailer.
 #pragma once
 #include <memory>
 #include <optional>
@@ -33,8 +34,8 @@ struct GdsGroup {
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. Returns how much one transfer can move at most. That is more than kMostTransferBytes, because
-// a transfer's last work item may go beyond this limit.
+// Unit: bytes. Returns the maximum that one transfer can move. It is more than kMostTransferBytes, because a
+// transfer's last work item may go beyond that limit.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
@@ -53,7 +54,8 @@ class GdsLane : public Lane {
   // these pages need. Throws ContractError if there is no such group, GeometryError if the view's runs are
   // not those of the slabs, and CapacityError, which says which setting to change.
   void reserve_staging(int32_t group, const KvView& view);
-  // These call the functions of GDSManager that have the same names. Precondition: no op is in flight.
+  // release_pool() and restore_pool() call the functions of GDSManager that have the same names.
+  // Precondition: no op is in flight.
   void release_pool();
   void restore_pool();
   // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because a

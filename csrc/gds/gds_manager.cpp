@@ -311,7 +311,7 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
 
 GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
                                    bool force_direct) const {
-  // A page in one piece gains nothing from a slot. Pages in several pieces go directly only if the options
+  // A slot brings no gain for a page in one piece. Pages in several pieces go directly only if the options
   // say so.
   const PageMap* beside = map.beside_slots();
   const bool unknown_too = options_.register_pool == RegisterPool::kOn;

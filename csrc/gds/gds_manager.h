@@ -20,8 +20,8 @@
 namespace flexkv {
 
 inline constexpr int32_t kDefaultStagingBlocks = 64;
-// Unit: bytes. The default limit on staging memory. 64 blocks of a 70B model (80 layers with 128 KiB of K and
-// 128 KiB of V per block) take 1.25 GiB.
+// Unit: bytes. The default limit on staging memory. For example, 64 blocks of a 70B model (80 layers with 128
+// KiB of K and 128 KiB of V per block) take 1.25 GiB.
 inline constexpr int64_t kDefaultStagingBytes = int64_t{2} << 30;
 // Unit: threads per disk. Each thread has one synchronous call in flight. Four threads keep an NVMe disk busy
 // at 2 MiB per call.
@@ -44,7 +44,7 @@ struct GdsOptions {
 struct GdsTotals {
   int64_t transfers = 0;
   int64_t pages = 0;
-  int64_t straight_pages = 0;  // pages whose bytes passed through no slot, though their digests may have
+  int64_t straight_pages = 0;  // pages whose bytes passed through no slot, even if their digests did
   int64_t failed_pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;
@@ -68,8 +68,8 @@ class FLEXKV_EXPORT GDSManager {
   GDSManager& operator=(const GDSManager&) = delete;
 
   // Moves pages, and returns when none of their bytes can move any more. Transfers that use the manager's own
-  // staging run one at a time. `staging`, if not null, is used instead of the manager's own, and must be
-  // large enough for one block. `force_direct` makes one call per piece, whatever the options say. Throws
+  // staging run one at a time. `staging`, if not null, is used instead of the manager's own staging, and must
+  // be large enough for one block. `force_direct` makes one call per piece, whatever the options say. Throws
   // ClosedError if the manager is closed, CapacityError if staging is too small or cannot be allocated, and
   // BlockRangeError if a file does not exist, two pages are read into one block, or two pages are written to
   // one place.
@@ -90,12 +90,12 @@ class FLEXKV_EXPORT GDSManager {
   void restore_pool();
   PoolState pool() const;
   // Allocates the staging that transfers with `map` will use, so that a shortage shows before the first
-  // transfer. Allocates none if pages like `samples` need no slot; `samples` are not moved. The manager may
-  // make probing reads from files to learn their routes. If a disk does not answer for `stuck_s` (at most ten
-  // seconds), the manager goes out of service. Throws CapacityError, which says which setting to change,
+  // transfer. Allocates no staging if pages like `samples` need no slot; `samples` are not moved. The manager
+  // may make probing reads from files to learn their routes. If a disk does not answer for `stuck_s` (at most
+  // ten seconds), the manager goes out of service. Throws CapacityError, which says which setting to change,
   // ClosedError if the manager is closed, and DiskError if it is out of service.
   void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
-  // Ends the running transfers early: their pages that were not issued yet fail as cancelled.
+  // Ends the running transfers early: pages whose I/O was not issued yet fail as cancelled.
   void cancel();
   // Cancels the running transfers, waits for the I/O in flight, closes the files and joins the threads. I/O
   // that never finishes keeps its files open. Idempotent.
@@ -111,8 +111,8 @@ class FLEXKV_EXPORT GDSManager {
   GdsTotals totals() const;
   // Describes the I/O and how it reaches the device, for a log line.
   std::string describe() const;
-  // Why no file reaches the device's memory directly; empty if some file does, or if some file's route is not
-  // known yet.
+  // Why calls on no file move bytes directly to the device's memory; empty if calls on some file do, or if
+  // some file's route is not known yet.
   std::string direct_refusal() const;
   // Why this manager is out of service; empty if it is in service.
   std::string down_reason() const;
@@ -157,7 +157,7 @@ class FLEXKV_EXPORT GDSManager {
   TransferParts parts_;
   mutable std::mutex pool_mutex_;            // guards pool_; acquired before mutex_
   std::unique_ptr<PoolRegistrations> pool_;  // null after close()
-  std::mutex staging_mutex_;                 // lets one transfer at a time use the manager's own staging
+  std::mutex staging_mutex_;                 // held by the one transfer that uses the manager's own staging
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   // The manager's own staging. Both members are set together, so that `slots` never describes a former

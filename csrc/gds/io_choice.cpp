@@ -47,8 +47,8 @@ std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
 
 }  // namespace
 
-// Makes and destroys the I/O while the device is current, because cuFile registers memory with the current
-// context.
+// Makes the device current both to make the I/O and to destroy it, because cuFile registers memory with the
+// current context.
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   std::shared_ptr<FileIo> io;

@@ -1,4 +1,5 @@
-// Chooses the device of a pool, and the I/O that reaches its memory, from what the machine has.
+// Chooses the device of a pool, and the I/O that reaches the device's memory, among those that the machine
+// has.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -33,7 +34,7 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
                                                 IoBackend backend = IoBackend::kAuto);
 
 // Returns why GPUDirect Storage cannot move bytes between any file on this machine and a GPU's memory, or an
-// empty string if it may be able to. Opens cuFile if there is a GPU.
+// empty string if GPUDirect Storage may be able to do so. Opens cuFile if there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
 
 // Does the same as gpudirect_refusal(), with the cuFile that `open` opens. Makes `device` current only while

@@ -15,7 +15,7 @@ namespace flexkv {
 // outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
-  size_t together = 0;                     // how many of the first calls may be made in any order
+  size_t together = 0;                     // the first `together` calls may be made in any order
   std::shared_ptr<StagingBuffer> staging;  // the buffer that the calls use; null for direct I/O
 };
 

@@ -63,11 +63,11 @@ class PageMap {
   // The pieces that move directly. Empty in a map that stripe() returns, whose pages pass through a slot or
   // move as beside_slots() describes.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
-  // A map of the same page that keeps the stripe out of the slot: the pieces move directly between file and
-  // pool, only the trailer passes through the slot, and the transform computes digests of the bytes in the
-  // pool. Null for pages without digests.
+  // Returns a map of the same page in which the stripe does not pass through the slot: the pieces move
+  // directly between file and pool, only the trailer passes through the slot, and the transform computes
+  // digests of the bytes in the pool. Null for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
-  // Whether this is a map of beside_slots().
+  // Whether beside_slots() of another map returned this map.
   bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }
   // The size of a staging slot, a multiple of 4 KiB.

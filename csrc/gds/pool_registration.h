@@ -52,7 +52,7 @@ struct PoolState {
   int64_t bytes = 0;       // total size of the pieces registered now
   int64_t registered = 0;  // how many times a piece was registered so far
   int64_t released = 0;    // how many of these registrations have ended so far
-  std::string refusal;     // why some region's blocks pass through staging; empty if no region's do
+  std::string refusal;     // why blocks of some region pass through staging; empty if none do
 };
 
 // The registrations of one pool, which has a region per KV group. Not thread-safe. `io` must outlive this
@@ -67,7 +67,8 @@ class PoolRegistrations {
   PoolRegistrations& operator=(const PoolRegistrations&) = delete;
 
   // Registers a region and remembers it for restore(). Calls `look`, which finds out the route of the I/O's
-  // calls, only if the decision depends on the route. Does nothing if the I/O reaches any memory directly.
+  // calls, if nothing else prevents the registration and no call was observed to go directly. Does nothing if
+  // the I/O reaches any memory directly.
   void add(const PoolRegion& region, const std::function<void()>& look);
   // Records that a group's blocks cannot be registered at all.
   void refuse(std::string reason);

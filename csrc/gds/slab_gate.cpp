@@ -26,7 +26,7 @@ std::string SlabGate::arrived(int32_t position, const std::byte* trailer) {
   const auto bytes = static_cast<int64_t>(trailer_.size());
   if (const std::string why = device_->copy(trailer_.data(), trailer, bytes); !why.empty()) return why;
   // Does not check whether the page has expired. It had not expired when a lookup promised it to the engine,
-  // and a promised page is loaded, however late the load is.
+  // and a promised page is loaded even if it expires before the load.
   const PageCheck check =
       codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag, kNoTime);
   misses_[at] = check.miss;

@@ -13,7 +13,7 @@ namespace {
 // Unit: seconds. How often a waiting transfer checks whether it was cancelled.
 constexpr double kCancelLookS = 0.02;
 
-// One transfer, which its caller's thread drives. A page passes from state to state:
+// One transfer. It runs in its caller's thread. A page passes from state to state:
 //   read:  waiting -> I/O -> ready -> transform -> ended
 //   write: waiting -> ready -> transform -> I/O -> ended
 // Direct pages go from waiting to I/O to ended. A page has a slot from the time it leaves `waiting` until it
@@ -188,7 +188,8 @@ class Transfer {
     }
   }
 
-  // Asks the gate about a page. Returns why the gate refuses it, or an empty string if the page may pass.
+  // Lets the gate check a page. Returns why the gate refuses the page, or an empty string if the page may
+  // pass.
   std::string pass(int32_t position) {
     if (hooks_.gate == nullptr || !staging_) return {};
     return is_read_ ? hooks_.gate->arrived(position, slot(position) + map_.trailer_offset())

@@ -61,8 +61,8 @@ class PageGate {
   // Called when the digests of a page to be written are in its slot. Returns why the page must not be
   // written, or an empty string if it may.
   virtual std::string digested(int32_t position, const std::byte* digests) = 0;
-  // Called when a page has finished or failed, but not for pages that the transfer gave up on because of I/O
-  // that hangs.
+  // Called when a page has finished or failed. Not called for pages that the transfer gave up on because
+  // their I/O hangs.
   virtual void ended(int32_t position) = 0;
 };
 
@@ -128,7 +128,7 @@ TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
 // Whether every call of transfer_direct() for these pages is known to go directly between disk and pool. With
-// `unknown_too`, whether no call is known to be bounced.
+// `unknown_too`, returns whether no call is known to be bounced.
 bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages,
                    bool unknown_too = false);
 

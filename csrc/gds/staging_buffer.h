@@ -10,7 +10,7 @@
 namespace flexkv {
 
 // I/O in flight holds a reference to the buffer, so that memory which the buffer owns outlives a transfer
-// that stopped waiting.
+// that stopped waiting for the I/O.
 class StagingBuffer {
  public:
   // Allocates memory on `device` and registers it with `io`. Throws CapacityError if it cannot be allocated.
@@ -21,7 +21,7 @@ class StagingBuffer {
   StagingBuffer(const StagingBuffer&) = delete;
   StagingBuffer& operator=(const StagingBuffer&) = delete;
 
-  // Whether the memory is a caller's.
+  // Whether the memory belongs to a caller.
   bool lent() const { return device_ == nullptr; }
   int64_t bytes() const { return bytes_; }
   std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }

@@ -32,8 +32,8 @@ uint64_t next_number() {
 }
 
 // Waits for completions, and tries again if the ring fails, because the kernel may still write to the
-// requests' memory. If no completion ever comes, the thread stays here, as in a call that never returns. Then
-// the transfer that waits for the thread gives up, and leaves the memory to the thread.
+// requests' memory. If no completion ever comes, this function never returns. The transfer that waits for
+// this thread then gives up, and leaves the memory to the thread.
 void hear(IoQueue& queue, std::vector<IoDone>& done) {
   for (;;) {
     try {

@@ -9,8 +9,8 @@
 
 namespace flexkv {
 
-// Unit: I/Os. The depth of one thread's ring. If a page moves in one piece per layer, each I/O is one piece,
-// and a few of them keep a disk busy.
+// Unit: I/Os. The depth of one thread's ring. If a page moves in one piece per layer, each I/O is one piece.
+// A few such I/Os in flight keep a disk busy.
 inline constexpr int32_t kRingDepth = 32;
 
 // Calls take the same routes as those of PosixFileIo. Each calling thread has a ring of its own, because an

@@ -1,5 +1,5 @@
-// Computes the device, the file and the place in the file where a block lies in raw files. Raw files hold
-// blocks without header or trailer and are spread over several devices. docs/gds.md states the rule.
+// Computes where a block lies in raw files: on which device, in which file, and where in the file. Raw files
+// hold blocks without header or trailer and are spread over several devices. docs/gds.md states the rule.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ namespace flexkv {
 struct BlockPlace {
   int32_t device = 0;
   int64_t file = 0;           // number of the file on its device
-  int64_t block_in_file = 0;  // number of the block in its file; the offset is this times the block stride
+  int64_t block_in_file = 0;  // number of the block in its file; times the block stride, it is the offset
 };
 
 class RawFileRule {

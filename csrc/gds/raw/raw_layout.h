@@ -1,4 +1,4 @@
-// Where a block's bytes lie in a raw file and in the pool of a caller from outside flexkv.
+// Computes where a block's bytes lie in a raw file and in the pool of a caller from outside flexkv.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -14,7 +14,7 @@ struct RawBlockLayout {
   int64_t layer_stride = 0;
   int64_t kv_stride = 0;
   int64_t block_stride = 0;
-  int64_t copy_offset = 0;  // start of this rank's bytes in a chunk that several ranks share
+  int64_t copy_offset = 0;  // where this rank's bytes start in a chunk that several ranks share
   int64_t chunk_bytes = 0;  // how many bytes of one layer's K or V are transferred
   int32_t kv_dim = 2;
   int64_t total_layers = 0;

@@ -24,7 +24,7 @@ struct RawTransfer {
   bool staged = true;       // if false, each piece of a page moves directly, in one call
   void* staging = nullptr;  // the caller's staging buffer; null to use the manager's own
   int64_t staging_bytes = 0;
-  bool verbose = false;  // whether to print to stderr how much was moved, and through which route
+  bool verbose = false;  // whether to print to stderr how many bytes moved, and by which route
 };
 
 // Performs the transfer. Throws TransferError if blocks failed; the message lists them. Also throws what

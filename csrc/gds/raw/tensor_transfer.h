@@ -93,8 +93,8 @@ void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_la
   transfer_raw(gds_manager, transfer);
 }
 
-// Moves blocks like the function above, but without staging: it makes one call for each part of a block that
-// is contiguous in the pool and in the file.
+// Moves blocks like transfer_kv_blocks_gds_staged(), but without staging: it makes one call for each part of
+// a block that is contiguous in the pool and in the file.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                             GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,

@@ -220,8 +220,8 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
 // Lanes whose numbers are equal modulo kSumGroups hold sums of the same two digest lanes.
 inline constexpr int kSumGroups = kDigestLanes / 2;
 
-// Returns what a lane below kSumGroups adds to the leaf's folded value. Precondition: `sums` includes the
-// sums of all lanes whose numbers are equal to `lane` modulo kSumGroups.
+// Returns the number that a lane below kSumGroups adds to the leaf's folded value. Precondition: `sums`
+// includes the sums of all lanes whose numbers are equal to `lane` modulo kSumGroups.
 FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
   return sums.even.folded(2 * lane) + sums.odd.folded(2 * lane + 1);
 }

@@ -1,5 +1,5 @@
-// A TransformDevice for a GPU. It is built on the driver's functions, so that with a fake driver and launcher
-// it needs no GPU.
+// A TransformDevice for a GPU. It uses a GPU only through the driver's functions and a launcher, so that
+// tests can run it without a GPU, with a fake driver and launcher.
 #pragma once
 #include <memory>
 

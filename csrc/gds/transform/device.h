@@ -54,8 +54,8 @@ class TransformDevice {
   virtual std::string while_current(const std::function<std::string()>& work) = 0;
   // How many pages a batch should have if there are `slots` staging slots.
   virtual int32_t batch_pages(int32_t slots) const = 0;
-  // Copies bytes from and to this device's memory or host memory, and waits until they are copied. Returns an
-  // error, or an empty string on success.
+  // Copies bytes and waits until they are copied. Source and target may each be in this device's memory or in
+  // host memory. Returns an error, or an empty string on success.
   virtual std::string copy(void* dst, const void* src, int64_t bytes) = 0;
   // Returns why a transform cannot access this memory, or an empty string if it can.
   virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;

@@ -19,8 +19,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes, a multiple of a leaf. How much is digested before it is copied: enough that a copy's fence
-// costs little, and little enough to stay in the L2 cache.
+// Unit: bytes, a multiple of a leaf. How much is digested at once, before it is copied: enough that the fence
+// after each copy costs little, and little enough to stay in the L2 cache.
 constexpr int64_t kDigestStepBytes = 64 << 10;
 // Unit: bytes. The alignment that huge pages need. With I/O buffers on huge pages, disks are twice as fast.
 constexpr int64_t kHugePageBytes = 2 << 20;

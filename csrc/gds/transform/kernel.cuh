@@ -38,7 +38,7 @@ __device__ inline void add_from(LaneSums& sums, int distance) {
 }
 
 // Returns the leaf's folded value in lane 0; other lanes' results are meaningless.
-// csrc/testing/transform_lanes.cpp does the same with an array.
+// csrc/testing/transform_lanes.cpp computes the same value with an array.
 __device__ inline uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     add_from(sums.even, distance);

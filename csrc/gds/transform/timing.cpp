@@ -26,8 +26,8 @@ class Allocation {
   void* memory_;
 };
 
-// Up to these limits, products of such numbers stay far from overflow. A larger number is a mistake by the
-// caller.
+// Up to these limits, products of the caller's numbers stay far from overflow. A larger number is a mistake
+// by the caller.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 constexpr int32_t kMostLayers = 1 << 16;
 constexpr int32_t kMostRepeats = 1 << 20;
