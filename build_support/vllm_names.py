@@ -152,7 +152,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{_SPECS}:SlidingWindowSpec": _HEADS,
     f"{_SPECS}:MambaSpec": ("mamba_type", "num_prefill_checkpoint_blocks", "shapes"),
     "vllm.v1.engine.core": ("EngineCore",),
-    "vllm.v1.engine.core:EngineCore": ("add_lora",),
+    "vllm.v1.engine.core:EngineCore": ("add_lora", "collective_rpc"),
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": ("DISK", "EXTERNAL_UNSPECIFIED", "HOST"),
     "vllm.v1.request:Request": (
         "num_computed_tokens",

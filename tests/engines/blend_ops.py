@@ -13,21 +13,22 @@ from flexkv.simulation.world import DISK
 from .blend_watch import Watch, ask_engine, blend_worker, rank_oracle, replaced
 from .broken_mask import one_sequence_of
 from .disk_ops import LateReads
+from .worker_calls import call_workers
 
 POISON = 7.0
 
 
 def know(llm: Any, full: dict[str, Any]) -> None:
     """Computes a prompt in full. On every rank the oracle (`blend_watch.Oracle`) remembers the keys and values."""
-    llm.collective_rpc(rank_oracle, args=("begin",))
+    call_workers(llm, rank_oracle, "begin")
     ask_engine(llm, full | {"max_tokens": 1})
-    llm.collective_rpc(rank_oracle, args=("end_full",))
+    call_workers(llm, rank_oracle, "end_full")
 
 
 def blend_store_true(llm: Any, full: dict[str, Any], spans: list[list[int]]) -> dict[str, Any]:
     """Computes a prompt in full and stores the rows of its spans as segments, on every rank."""
     know(llm, full)
-    llm.collective_rpc(rank_oracle, args=("store", full["ids"], spans))
+    call_workers(llm, rank_oracle, "store", full["ids"], spans)
     return {}
 
 
@@ -52,11 +53,9 @@ def blend_oracle(
     Returns the largest error in the keys of the kept rows in the layers after the check layer, and the answer.
     """
     know(llm, full)
-    llm.collective_rpc(
-        rank_oracle, args=("begin_blend", share, one_sequence, loaded, another_layer, check_layer)
-    )
+    call_workers(llm, rank_oracle, "begin_blend", share, one_sequence, loaded, another_layer, check_layer)
     answer = ask_engine(llm, blended)
-    ranks = llm.collective_rpc(rank_oracle, args=("end_blend",))
+    ranks = call_workers(llm, rank_oracle, "end_blend")
     return {
         "worst": max(rank["worst"] for rank in ranks),
         "kept": len(ranks[0]["kept"]),
@@ -309,7 +308,7 @@ def _drop_host(worker: Any) -> int:
 
 def blend_drop_host(llm: Any) -> dict[str, Any]:
     """Waits until all segments are on disk, then evicts them from host memory. Returns how many pages are left."""
-    return {"left": sum(llm.collective_rpc(_drop_host))}
+    return {"left": sum(call_workers(llm, _drop_host))}
 
 
 def blend_hold_reads(llm: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from demo.engine_child import Operation, RequestTracker, drain
 
 from .blend_ops import know, step_tokens
 from .blend_watch import ask_engine, blend_worker, rank_oracle, replaced
+from .worker_calls import call_workers
 
 
 def blend_captured(
@@ -30,15 +31,15 @@ def blend_captured(
     and rows, and the same for values.
     """
     know(llm, full)
-    llm.collective_rpc(rank_oracle, args=("break_captures", wrong))
+    call_workers(llm, rank_oracle, "break_captures", wrong)
     before = step_tokens(llm, chunk)["before"]
     try:
         ask_engine(llm, store)
     finally:
         step_tokens(llm, before)
-        llm.collective_rpc(rank_oracle, args=("mend",))
+        call_workers(llm, rank_oracle, "mend")
     assert drain(llm)["drained"]
-    found = llm.collective_rpc(rank_oracle, args=("kept_apart", store["ids"]))
+    found = call_workers(llm, rank_oracle, "kept_apart", store["ids"])
     return {name: max(rank[name] for rank in found) for name in ("keys", "values")}
 
 
@@ -48,9 +49,9 @@ def blend_kept(llm: Any, request: dict[str, Any], alone: bool = False) -> dict[s
     Args:
         alone: for a control, each rank chooses the rows by its own heads only.
     """
-    llm.collective_rpc(rank_oracle, args=("begin_kept", alone))
+    call_workers(llm, rank_oracle, "begin_kept", alone)
     ask_engine(llm, request)
-    return {"ranks": llm.collective_rpc(rank_oracle, args=("end_kept",))}
+    return {"ranks": call_workers(llm, rank_oracle, "end_kept")}
 
 
 _watch = contextlib.ExitStack()

@@ -10,6 +10,8 @@ from typing import Any
 
 from demo.engine_child import Operation
 
+from .worker_calls import call_workers
+
 GARBAGE_SCALE = 30.0
 """Standard deviation of the garbage. K and V stay within a few units, so reading any garbage changes the output."""
 
@@ -41,7 +43,7 @@ def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
         for block in pool.free_block_queue.get_all_free_blocks()
         if block.block_hash is None and block.block_id not in named
     ]
-    written = llm.collective_rpc(_overwrite, args=(blocks, seed)) if blocks else []
+    written = call_workers(llm, _overwrite, blocks, seed) if blocks else []
     return {"blocks": len(blocks), "bytes": sum(written), "free": pool.get_num_free_blocks()}
 
 
@@ -51,7 +53,7 @@ def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
     """
     pool = _block_pool(llm)
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
-    llm.collective_rpc(_overwrite, args=(cached[:blocks], seed))
+    call_workers(llm, _overwrite, cached[:blocks], seed)
     return {"cached": len(cached)}
 
 

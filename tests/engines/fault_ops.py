@@ -11,6 +11,7 @@ from demo.engine_child import Operation, RequestTracker
 
 from .block_ops import pool
 from .request_ops import request_status
+from .worker_calls import call_workers
 
 
 def _mover_state(worker: Any) -> dict[str, int]:
@@ -30,12 +31,12 @@ def _release(worker: Any) -> None:
 
 def faults(llm: Any) -> dict[str, Any]:
     """Returns the state of every rank's mover."""
-    return {"ranks": llm.collective_rpc(_mover_state)}
+    return {"ranks": call_workers(llm, _mover_state)}
 
 
 def release(llm: Any) -> dict[str, Any]:
     """Releases every stalled copy."""
-    llm.collective_rpc(_release)
+    call_workers(llm, _release)
     return {}
 
 

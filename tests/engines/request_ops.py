@@ -10,6 +10,8 @@ from typing import Any
 
 from demo.engine_child import Operation, RequestTracker
 
+from .worker_calls import call_workers
+
 
 def _scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
@@ -73,9 +75,22 @@ def _embed_anew(worker: Any) -> None:
     weight.data.copy_(weight.data.roll(1, 0))
 
 
-def load_new_weights(llm: Any) -> dict[str, Any]:
-    """Changes the weights of a running engine, as training does between two rounds, without notifying flexkv."""
-    llm.collective_rpc(_embed_anew)
+def load_new_weights(llm: Any, hidden: bool = False) -> dict[str, Any]:
+    """Changes the weights of a running engine, as training does between two rounds.
+
+    Args:
+        hidden: whether to change them without a call that flexkv sees.
+    """
+    if hidden:
+        call_workers(llm, _embed_anew)
+    else:
+        llm.collective_rpc(_embed_anew)
+    return {}
+
+
+def reload_weights(llm: Any, folder: str) -> dict[str, Any]:
+    """Loads other weights into a running engine, as `POST /collective_rpc` with `reload_weights` does."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
     return {}
 
 
@@ -94,7 +109,7 @@ def reset_while_running(
     Args:
         connector: whether to reset the connector's cache too.
         running: whether vLLM may preempt running requests for the reset.
-        new_weights: whether the engine gets new weights after the reset.
+        new_weights: whether the engine gets new weights after the reset, without a call that flexkv sees.
         until_running: whether to count the steps only from the moment when all requests run, after their loads.
     """
     scheduler, ends_at = _scheduler(llm), time.monotonic() + deadline_s
@@ -109,7 +124,7 @@ def reset_while_running(
     preempted = len(scheduler.running) if running else 0
     done = llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
     if new_weights:
-        load_new_weights(llm)
+        load_new_weights(llm, hidden=True)
     while tracker.step():
         pass
     return {"done": bool(done), "preempted": preempted, "requests": tracker.results()}
@@ -223,6 +238,7 @@ OPERATIONS: dict[str, Operation] = {
     "embed": embed,
     "abort": abort,
     "load_new_weights": load_new_weights,
+    "reload_weights": reload_weights,
     "reset_while_running": reset_while_running,
     "requests_held": requests_held,
     "stream": stream,

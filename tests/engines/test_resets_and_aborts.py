@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from demo.model import write_model
 
 from .conftest import FAULTY, Engines, connector
 from .session import EngineSession, Prompt, Reference
@@ -89,8 +92,13 @@ def test_a_reset_with_stores_in_flight(engines: Engines, stream: int, steps: int
 @pytest.fixture
 def retrained(engines: Engines) -> Reference:
     """An engine without a connector and with the new weights."""
+    return changed(engines, "load_new_weights")
+
+
+def changed(engines: Engines, call: str, **arguments: Any) -> Reference:
+    """An engine without a connector whose weights `call` has changed."""
     session = engines.another(None, enable_prefix_caching=False)
-    session.call("load_new_weights")
+    session.call(call, **arguments)
     return Reference(session.process)
 
 
@@ -120,6 +128,45 @@ def test_control_without_a_reset_old_weights_answer(
     old = Prompt.of(700, stream + 7)
     session.check_one(old)
     reset_during_stores(session, stream, steps=2, new_weights=True)
+    [answer] = session.ask(old)
+    assert answer.cached == old.whole_blocks
+    assert answer.tokens != retrained.tokens(old)
+    engines.close()
+
+
+@pytest.mark.parametrize("call", ["load_new_weights", "reload_weights"])
+def test_new_weights_without_a_reset(
+    engines: Engines, stream: int, model: Path, tmp_path: Path, call: str
+) -> None:
+    """The engine's weights change, and only the engine's own cache is reset."""
+    arguments = {}
+    if call == "reload_weights":
+        arguments["folder"] = str(write_model(tmp_path, "tiny", seed=1))
+    engines.close()
+    session = engines.get(connector())
+    old = Prompt.of(700, stream + 7)
+    first = session.check_one(old).tokens
+    session.settle()
+    session.call(call, **arguments)
+    session.forget()
+    session.reference = changed(engines, call, **arguments)
+    assert session.check_one(old).cached == 0
+    assert session.reference.tokens(old) != first
+    session.forget()
+    assert session.check_one(old).cached == old.whole_blocks
+    engines.close()
+
+
+def test_control_new_weights_that_flexkv_does_not_see_get_old_answers(
+    engines: Engines, stream: int, retrained: Reference
+) -> None:
+    engines.close()
+    session = engines.get(connector())
+    old = Prompt.of(700, stream + 7)
+    session.check_one(old)
+    session.settle()
+    session.call("load_new_weights", hidden=True)
+    session.forget()
     [answer] = session.ask(old)
     assert answer.cached == old.whole_blocks
     assert answer.tokens != retrained.tokens(old)

@@ -50,9 +50,11 @@ class WorkerExtension:
 
     vllm_config: Any
 
-    def overwrite_kv(self) -> None:
+    def has_overwritten_kv(self) -> bool:
+        """Overwrites the KV memory. flexkv takes a method whose name begins with `has_` to leave the weights."""
         for cache in self._kv_tensors():
             overwrite(cache)
+        return True
 
     def let_sleeps_overwrite_kv(self) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
@@ -193,7 +195,7 @@ class Engine:
         """Drops vLLM's own prefix cache and overwrites the KV memory, so that later hits can come only from loads."""
         self.drain()
         assert self.llm.reset_prefix_cache(), "some blocks are held"
-        self.llm.collective_rpc("overwrite_kv")
+        self.llm.collective_rpc("has_overwritten_kv")
 
     # --- the results of a case ---
 

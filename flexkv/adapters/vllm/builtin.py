@@ -109,9 +109,8 @@ class FlexKVConnectorV1Impl:
             warn_of_version()
             warn_of_policy(transfer)
             logger.warning(
-                "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
-                "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "
-                "For all of flexkv set %s",
+                "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: pages stored before a reset are "
+                "served after it. It also stores prompts only, within each step. For all of flexkv set %s",
                 FULL_CONNECTOR,
             )
             with ending_failed_start(vllm_config):

@@ -24,6 +24,7 @@ from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.adapters.vllm.stored_block import hash_identity, hashed_request
 from flexkv.adapters.vllm.stores import ScheduledBlocks, in_our_order, make_planner
+from flexkv.adapters.vllm.weight_updates import reset_on_new_weights
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import HUB, CacheListener
 from flexkv.cache.stores.base import BlocksByGroup, StoreWatch
@@ -82,6 +83,7 @@ class SchedulerSide:
             else None
         )
         self._serve(NullUnit(), (), StorePlanner())
+        reset_on_new_weights(self)
 
     # --- set up ---
 
@@ -430,13 +432,22 @@ class SchedulerSide:
         return self._completions.changed
 
     def reset(self) -> bool:
-        """Permanently turns all pages stored so far into misses. The engine calls this when its weights change.
+        """Permanently turns all pages stored so far into misses. The engine calls this when it resets its caches, and
+        before it sleeps.
 
         Returns:
             False if a load is in flight. The load is then reported as failed, because its request would continue with
             KV of the old weights, and the engine should reset again when its own blocks are free. Also False if the
-            engine may sleep after a reset and a copy could not be ended; vLLM then does not sleep. Otherwise True. If
-            a rank has not shaken hands yet, the tiers are reset later, before anything is stored or promised.
+            engine may sleep after a reset and a copy could not be ended; vLLM then does not sleep. Otherwise True.
+        """
+        self.forget()
+        if self._spec.role.ends_copies and not self._end_copies():
+            return False
+        return not self._loads.jobs
+
+    def forget(self) -> None:
+        """Permanently turns all pages stored so far into misses, because the weights may have changed. Loads in flight
+        fail. If a rank has not shaken hands yet, the tiers are reset later, before anything is stored or promised.
         """
         self._completions.collect_early()
         if self.blend is not None:
@@ -446,7 +457,7 @@ class SchedulerSide:
             self._old_kv = any(tracker.block_ids for tracker in self.requests.live.values()) or bool(
                 self._watch.hashes()
             )
-            return True
+            return
         self.orders.void.extend(self._loads.jobs)
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests.live.values():
@@ -454,9 +465,6 @@ class SchedulerSide:
             tracker.promise = None
         # If the engine's own reset failed or did not happen, its blocks still have hashes, and KV of the old weights.
         self._stores.reset(self._watch.hashes())
-        if self._spec.role.ends_copies and not self._end_copies():
-            return False
-        return not self._loads.jobs
 
     def _reset_built_unit(self) -> None:
         """Repeats a reset that came before the unit was built, because disks may hold pages of the old weights.
@@ -465,7 +473,7 @@ class SchedulerSide:
         so nothing that the engine has now is stored.
         """
         if self._old_kv:
-            self.reset()
+            self.forget()
         else:
             self.unit.manager.reset()
             self.counters.add("flexkv_resets_total")

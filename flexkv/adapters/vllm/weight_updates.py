@@ -1,0 +1,102 @@
+"""Resets the cache when a call to vLLM's workers may have changed their weights.
+
+vLLM informs connectors of resets, but not of new weights. Every call that changes the weights of a running engine
+(`update_weights`, `reload_weights`, a method of a `worker_extension_cls`, `apply_model`) reaches the workers through
+`EngineCore.collective_rpc`, which runs in the process of the scheduler's side, between two steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+ENGINE = "vllm.v1.engine.core"
+"""The module of vLLM's engine core."""
+
+LEAVE_WEIGHTS = frozenset(
+    {
+        "annotate_profile",
+        "checkpoint_prepare",
+        "checkpoint_restore",
+        "compute_weight_checksums",
+        "init_weight_transfer_engine",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+    }
+)
+"""Methods of vLLM's workers that leave the weights as they are."""
+
+READING = ("check_", "get_", "has_", "is_", "list_", "report_", "save_", "supports_")
+"""How the name of a method begins that only reads. Such a method is taken to leave the weights as they are."""
+
+_IS_WATCHED = "flexkv_resets_on_new_weights"
+
+
+class Resettable(Protocol):
+    """Something whose cache is bound to the engine's weights."""
+
+    def forget(self) -> None:
+        """Permanently turns all pages stored so far into misses."""
+
+
+_sides: WeakSet[Resettable] = WeakSet()
+
+
+def reset_on_new_weights(side: Resettable) -> None:
+    """Resets `side` after each call of this process's engines that may have changed weights, as long as `side` lives.
+
+    A vLLM without `EngineCore.collective_rpc` cannot be watched, and its callers have to reset.
+    """
+    _sides.add(side)
+    core = sys.modules.get(ENGINE)
+    if core is not None:
+        _watch_calls(core)
+
+
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Whether a call of the workers' `method` may change weights. A function may do anything."""
+    if not isinstance(method, str):
+        return True
+    return method not in LEAVE_WEIGHTS and not method.startswith(READING)
+
+
+def _watch_calls(core: ModuleType) -> None:
+    """Makes `EngineCore.collective_rpc` reset all sides after such a call. Idempotent."""
+    plain = getattr(getattr(core, "EngineCore", None), "collective_rpc", None)
+    if plain is None or hasattr(plain, _IS_WATCHED):
+        return
+
+    @functools.wraps(plain)
+    def collective_rpc(engine: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(engine, method, *args, **kwargs)
+        finally:
+            # A call that failed may have changed some of the weights.
+            if may_change_weights(method):
+                _reset_all(method)
+
+    setattr(collective_rpc, _IS_WATCHED, True)
+    core.EngineCore.collective_rpc = collective_rpc
+
+
+def _reset_all(method: str | Callable[..., Any]) -> None:
+    sides = list(_sides)
+    if sides:
+        name = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
+        logger.info("the workers ran %r, which may have changed weights; the cache is reset", name)
+    for side in sides:
+        side.forget()

@@ -1,0 +1,15 @@
+"""Runs functions in vLLM's workers so that flexkv does not learn of it. vLLM's own way, `collective_rpc`, makes flexkv
+reset its cache, because the function may change weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def call_workers(llm: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs `function(worker, *args)` in each worker. Returns the workers' answers, by rank."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    answers: list[Any] = executor.collective_rpc(function, args=args)
+    return answers

@@ -1,0 +1,119 @@
+"""Calls of vLLM's workers that may change their weights empty the cache."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm.v1.engine.core as engine_core
+
+from flexkv.adapters.vllm import weight_updates
+from flexkv.adapters.vllm.weight_updates import LEAVE_WEIGHTS
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.test_roles_and_resets import Make
+from tests.unit.adapters.vllm_objects import make_request
+
+PROMPT = list(range(100, 120))
+
+
+def core(executor: Any) -> Any:
+    """A vLLM engine core that has only an executor. `executor` is called for each call of the workers."""
+    made = object.__new__(engine_core.EngineCore)
+    made.model_executor = SimpleNamespace(collective_rpc=executor)
+    return made
+
+
+def call(method: Any, *args: Any) -> None:
+    """Calls the workers' `method` as vLLM's clients do."""
+    answer = core(lambda *given: list(given)).collective_rpc(method, None, args)
+    assert answer == [method, None, args, None]
+
+
+def stored(make_engine: Make) -> MiniEngine:
+    """An engine that has stored a prompt, and no longer has it itself."""
+    engine = make_engine()
+    engine.run(make_request(PROMPT, "one"))
+    engine.drain()
+    engine.forget()
+    assert engine.unit.manager.cached_blocks()
+    return engine
+
+
+def embed_anew(worker: Any) -> None:
+    """A function that a caller sends to the workers."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "update_weights",
+        "reload_weights",
+        "finish_weight_update",
+        "reset_weights",
+        "apply_model",
+        "update_named_param",
+        embed_anew,
+    ],
+)
+def test_a_call_that_may_change_weights_empties_the_cache(make_engine: Make, method: Any) -> None:
+    engine = stored(make_engine)
+    call(method)
+    assert engine.unit.manager.cached_blocks() == 0
+    assert engine.add(make_request(PROMPT, "two")) == 0
+
+
+@pytest.mark.parametrize("method", [*sorted(LEAVE_WEIGHTS), "get_stats", "list_loras", "check_health"])
+def test_a_call_that_only_reads_leaves_the_cache(make_engine: Make, method: str) -> None:
+    engine = stored(make_engine)
+    before = engine.unit.manager.cached_blocks()
+    call(method)
+    assert engine.unit.manager.cached_blocks() == before
+
+
+def test_a_call_that_fails_empties_the_cache_too(make_engine: Make) -> None:
+    """It may have changed some of the weights."""
+    engine = stored(make_engine)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1 is gone"):
+        core(fail).collective_rpc("update_weights")
+    assert engine.unit.manager.cached_blocks() == 0
+
+
+def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) -> None:
+    """vLLM keeps its own blocks, and computes with them until its cache is reset. What it computes from them is neither
+    stored nor served.
+    """
+    engine = stored(make_engine)
+    first = make_request(PROMPT, "two")
+    engine.add(first)
+    engine.step()
+    call("update_weights")
+    engine.adopt(make_request([*PROMPT[:8], *range(10)], "three"), engine.live["two"].blocks[:2])
+    engine.step()
+    engine.finish("two")
+    engine.finish("three")
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    assert engine.unit.manager.cached_blocks() == 0
+
+
+def test_a_closed_engine_is_left_alone(make_engine: Make) -> None:
+    engine = stored(make_engine)
+    engine.close()
+    call("update_weights")
+
+
+def test_a_vllm_without_the_method_cannot_be_watched(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ModuleType(weight_updates.ENGINE)
+    other.EngineCore = type("EngineCore", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, weight_updates.ENGINE, other)
+    make_engine()
+    assert not hasattr(other.EngineCore, "collective_rpc")
