@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs, Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -19,6 +20,7 @@ from flexkv.errors import ConfigError
 from tests.engines_sglang.pool_child import PAGE_TOKENS
 
 TEXT = list(range(3, 3 + 2 * PAGE_TOKENS))
+ADAPTER = LoRARef.deterministic_id("mine", "/a")
 
 
 def image(content: int) -> MultimodalDataItem:
@@ -78,6 +80,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     one, alike = [image(7)], [image(7)]
     before = enter(request(one))
     yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
+    by_adapter = enter(request([], lora_id=ADAPTER))
+    sent = {"extra_key": ADAPTER}
+    yield "control: an id without the watch", {"shared": shared(by_adapter, enter(request([], **sent)))}
 
     engine_watch.put_hook("enter")
     text, first = enter(request([])), enter(request(one))
@@ -104,6 +109,19 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             setattr(made, name, [[1.0]])
             brought.append(enter(made, times=2)[0])
     yield "embeddings", {"apart": len({text[0], *brought})}
+    named = enter(request([], **sent))
+    yield (
+        "an adapter's id as extra key",
+        {
+            "adapter as before": enter(request([], lora_id=ADAPTER)) == by_adapter,
+            "with the adapter": shared(named, by_adapter),
+            "queued again": shared(named, enter(request([], **sent), times=3)),
+            "in longer text": shared(
+                enter(request([], extra_key=f"a{ADAPTER}")),
+                enter(request([], lora_id=ADAPTER, extra_key="a")),
+            ),
+        },
+    )
     # A request is named before HiCache or the linker looks it up.
     looked = request(one)
     engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)

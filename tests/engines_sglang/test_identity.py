@@ -119,6 +119,19 @@ def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
     assert parts["input_child"]["prefetched"]["named"]
 
 
+def test_an_adapters_id_sent_as_extra_key_gets_no_pages_of_the_adapter(parts: Parts) -> None:
+    """SGLang's page hashes contain an adapter only by its id in the extra key. Without flexkv's hook, a client that
+    sends this id and no adapter shares all pages with requests that use the adapter.
+    """
+    assert parts["input_child"]["control: an id without the watch"]["shared"] == 2
+    assert parts["input_child"]["an adapter's id as extra key"] == {
+        "adapter as before": True,
+        "with the adapter": 0,
+        "queued again": 2,
+        "in longer text": 0,
+    }
+
+
 def test_an_sglang_without_a_hook_is_refused(parts: Parts) -> None:
     found = parts["input_child"]["refused"]
     assert "Scheduler._add_request_to_queue_gone, or another plugin" in found["no such method"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +27,13 @@ RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
 """Text that is added to the extra key of each request with embeddings, followed by random digits for that request. No
 client can know this text, so no client can send an extra key that already contains it."""
+
+NO_ADAPTER = "flexkv-no-adapter"
+"""Text that is added to the extra key of each request without a LoRA adapter whose client sent an extra key that may
+contain an adapter's id; see `name_inputs`."""
+
+_ADAPTER_ID = re.compile("[0-9a-f]{32}")
+_CHECKED = "flexkv_checked_extra_key"
 
 
 class EngineListener:
@@ -128,7 +136,16 @@ def name_inputs(request: Any) -> None:
     requests from text.
 
     The tokens of a request with embeddings say nothing about its content, so each such request gets its own extra key.
+
+    SGLang represents a LoRA adapter only by its id at the end of the extra key, which otherwise is the client's text. A
+    client could send an adapter's id as its extra key and no adapter, and other clients' requests with the adapter
+    would get the base model's KV. So an extra key without an adapter that may contain an id gets a text of its own.
     """
+    if not hasattr(request, _CHECKED):
+        # Only the client's own text is checked: what flexkv adds to it may look like an id.
+        setattr(request, _CHECKED, True)
+        if request.lora_id is None and _ADAPTER_ID.search(request.extra_key or ""):
+            add_to_extra_key(request, NO_ADAPTER, NO_ADAPTER)
     if getattr(request, "multimodal_inputs", None) is not None:
         add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
     brought = ("input_embeds", "positional_embed_overrides")
