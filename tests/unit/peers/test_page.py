@@ -14,6 +14,7 @@ from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
 
 USUAL = usual_share
+LOGGED = r"Each engine logs `(.*?)`,\s+and within a second, about the other engine, `(.*?)`"
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "one-cache.md").read_text()
 
 
@@ -66,9 +67,9 @@ def test_the_log_lines_that_the_page_names(
     caplog.set_level("INFO")
     one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
     wait_for(lambda: share_of(one).joined == share_of(other).joined == 1)
-    for line in re.findall(r"Each engine logs `(.*?)`,\s+and within a second `(.*?)`", PAGE)[0]:
-        for part in line.split("..."):
-            assert part.strip() in caplog.text, part
+    ((start, found),) = re.findall(LOGGED, " ".join(PAGE.split()))
+    for part in (*start.split("..."), found):
+        assert part.strip() in caplog.text, part
 
 
 def test_the_series_that_the_page_names(make_engine: Make, tmp_path: Path) -> None:
