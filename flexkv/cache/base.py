@@ -1,8 +1,8 @@
-"""The control plane's contracts: what an adapter may ask of a cache manager, and what the manager returns.
+"""The control plane's contracts: the calls that an adapter may make to a cache manager, and their results.
 
 One manager serves one ownership unit. A single thread, the engine's scheduler, makes all calls. The manager never
-blocks, except in a `reset` with tiers that outlive the process. It never touches a byte of KV: it plans transfer
-graphs, and its caller reports the results of their ops.
+blocks, with one exception: `reset` waits if pages of a tier outlive the process. The manager never touches a byte of
+KV. It plans transfer graphs, and its caller reports the results of their ops.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EntryIds = NDArray[np.uint32]
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
-"""Stands for an entry number where the index has no entry for the key."""
+"""The index returns this number instead of an entry number for a key that has no entry."""
 
 MOST_BLOCKS = 2**31
 """Maximum number of pages of one request: an engine numbers its blocks with signed 32-bit integers, and no request has
 more blocks than the engine."""
 
 NO_BLOCK = -1
-"""Stands for an engine block number where the engine keeps no block at this position of the request."""
+"""Replaces an engine block number at a position of a request for which the engine keeps no block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,14 @@ class ManagerLimits:
     """Bounds of one manager.
 
     Attributes:
-        ranks: number of ranks that must report an op before it counts as ended.
+        ranks: number of ranks that must report an op before the op counts as ended.
         inflight_store_pages: maximum number of pages in stores in flight; further pages are dropped and counted.
-        inflight_load_pages: maximum number of pages that are promised or being loaded; a longer promise is cut.
+        inflight_load_pages: maximum number of pages that are promised or being loaded; a promise that would exceed it
+            is shortened.
         lease_s: seconds after which a lookup's lease expires if no load has begun.
-        rest_s: seconds for which new requests are promised nothing after a load failed to bring pages that are still
-            in their tier. Requests that already have a promise keep it. Above 0 for engines that end a request whose
-            load fails; 0 for engines that compute the missing pages.
+        rest_s: if a load fails although its pages are still in their tier, new requests get no promises for this many
+            seconds. Requests that already have a promise keep it. Above 0 for engines that end a request whose load
+            fails; 0 for engines that compute the missing pages.
         prefetch_requests: maximum number of requests that are prefetched and not looked up yet; 0 for no prefetches.
         asks_again: whether the engine looks a request up again, or ends it, after the lookup returned ASK_AGAIN. If
             False, no lookup returns ASK_AGAIN, and the engine computes pages for which no host slots are free.
@@ -100,7 +101,7 @@ class TailCandidates:
     Attributes:
         keys: the key of each candidate, shape [candidates, KEY_BYTES].
         tokens: number of valid tokens of each candidate, int32, each in [1, block_tokens), all different.
-        base_block: number within the request of the partial block, which equals the number of whole blocks before it.
+        base_block: index of the partial block in the request: the number of whole blocks before it.
     """
 
     keys: Keys
@@ -116,8 +117,8 @@ class Outcome(Enum):
     MISS = "miss"
     """No tokens are promised, and another lookup would not find any. `MatchResult.miss` says why."""
     COMING = "coming"
-    """Fetches or tiers' answers that could make the match longer are in flight. The caller calls `match` again when
-    `waits` returns False, or uses the promise as it is."""
+    """Fetches, or questions to tiers, that could make the match longer are in flight. The caller calls `match` again
+    when `waits` returns False, or uses the promise as it is."""
     ASK_AGAIN = "ask again"
     """No tokens are promised and no pages are held: the fetches that would make the match longer need host slots that
     are free only after other ops or requests have ended. In its next step the caller calls `still_waits`, then `match`.
@@ -133,8 +134,8 @@ class GroupMatch(NamedTuple):
             tier, they have no host slot, and `slots` is shorter.
         tail_tokens: number of tokens in the partial tail after the last matched block; 0 without a tail.
         tail_slot: host slot of the partial tail; -1 without a tail.
-        first_block: number within the request of the block in `slots[0]`. For a FULL group this is the first block
-            after the start. For another rule it may be later, and `slots` has only the blocks that the rule needs.
+        first_block: index in the request of the block in `slots[0]`. In a FULL group this is the first block after the
+            start. With another rule it may be a later block, because `slots` has only the blocks that the rule needs.
     """
 
     blocks: int
@@ -159,7 +160,7 @@ class MatchResult(NamedTuple):
         tail_tokens: number of tokens in the partial tail after the whole blocks, if all groups can restore it; else 0.
         outcome: what the caller has to do next.
         miss: why no more tokens are promised; None if all are promised or more may come.
-        reads: number of fetches, plus number of tiers' answers, for which the request waits.
+        reads: number of fetches, plus number of questions to tiers, for which the request waits.
         by_tier: number of promised tokens that each tier has supplied, by tier number. Tokens that were fetched for
             the request count for the tier from which they were fetched. Empty if no tokens are promised.
         shared_tokens: number of tokens from the request's start for which the FULL groups have all pages, because
@@ -190,7 +191,8 @@ class MatchResult(NamedTuple):
 
 
 def of_first_tokens(by_tier: Sequence[int], tokens: int) -> list[int]:
-    """Returns how many of a promise's first `tokens` tokens each tier has supplied, if the tiers supply them in order.
+    """Returns how many of a promise's first `tokens` tokens each tier has supplied. Assumes that the first tier
+    supplied the first tokens of the promise, the next tier the tokens after them, and so on.
 
     Args:
         by_tier: number of the promise's tokens by tier; see `MatchResult`.
@@ -208,11 +210,11 @@ class StorePlan:
 
     Attributes:
         graph: the transfers to run; None if no block is stored.
-        stored: positions in the offer of the blocks that the graph stores, int32, op by op and ascending within an op.
+        stored: indices of the offered blocks that the graph stores, int32, op by op and ascending within an op.
         known: number of blocks that are already stored or in flight, or that a peer keeps.
         dropped: number of blocks that got no slot or no queue entry; the caller may offer them again later.
-        accepted: if blocks were dropped, a lower bound on the number of leading blocks that were not dropped and
-            need not be offered again.
+        accepted: if blocks were dropped, at least this many of the first offered blocks were not dropped. They need
+            not be offered again.
     """
 
     graph: TransferGraph | None
@@ -222,7 +224,8 @@ class StorePlan:
     accepted: int = 0
 
     def joined(self, other: StorePlan) -> StorePlan:
-        """Returns one plan for two parts of an offer; its `accepted` is 0."""
+        """Returns one plan that combines this one and `other`, the plans for two parts of one offer. Its `accepted` is
+        0."""
         ops = tuple(op for plan in (self, other) if plan.graph is not None for op in plan.graph.ops)
         return StorePlan(
             TransferGraph(ops) if ops else None,
@@ -288,7 +291,8 @@ class CacheListener:
         """Called when blocks in host memory are no longer visible: evicted, forgotten, expired or found bad."""
 
     def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
-        """Called when blocks have become visible on the unit's own disks. `generations`: the number of each write."""
+        """Called when blocks have become visible on the unit's own disks. `generations` has, for each block, the number
+        of the write."""
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         """Called when blocks on the unit's own disks are no longer visible."""
@@ -297,7 +301,7 @@ class CacheListener:
         """Called when a namespace was erased, after `on_evict` and `on_unwrite` for its blocks."""
 
     def on_reset(self, epoch: int) -> None:
-        """Called when a reset has begun `epoch`: all blocks in host memory and on the disks were removed."""
+        """Called when a reset has begun the epoch `epoch`: all blocks in host memory and on the disks were removed."""
 
 
 class CacheManager(ABC):
@@ -321,13 +325,14 @@ class CacheManager(ABC):
         The new lease replaces the lease of the request's last lookup. Only pages that are published in host memory are
         promised, with two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks that are still being
         fetched are promised too. Their load waits for each page; a page fails if it does not arrive or is found bad.
-        From tiers with straight loads, whole blocks are promised without being fetched. When this method returns, all
-        other pages that tiers have are being fetched (outcome COMING), or the request waits until there are host slots
-        for all of them (ASK_AGAIN). If a prefix is larger than host memory, only as much of it as fits is fetched.
+        From tiers with straight loads, whole blocks are promised without being fetched. Other pages that tiers have are
+        fetched unless the engine computes them sooner. When this method returns, they are being fetched (outcome
+        COMING), or the request waits until there are host slots for all of them (ASK_AGAIN). If a prefix is larger than
+        host memory, only as much of it as fits is fetched.
 
-        If a load of the request did not bring a page, the page is not promised to it again by the same route. After two
-        failed loads nothing is promised to the request until `end_request`. New requests are then also promised nothing
-        for a while if `ManagerLimits.rest_s` is above 0.
+        If a load of the request failed to bring a page, the page is not promised to the request again by the same
+        route. After two failed loads, nothing is promised to the request until `end_request`. `ManagerLimits.rest_s`
+        says how failed loads limit the promises to new requests.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
@@ -338,7 +343,7 @@ class CacheManager(ABC):
 
         Raises:
             ContractError: `keys` or `tail` do not have one element per group, the start is within a block, or `tail`
-                is not None where it has to be.
+                is not None although the groups cannot have tails.
             BlockRangeError: the start is negative.
         """
 
@@ -352,7 +357,7 @@ class CacheManager(ABC):
     ) -> int:
         """Begins to fetch other tiers' pages of a request that has not been looked up yet. Promises nothing.
 
-        For requests that wait in the engine's queue. The pages are held until the request's first `match`, which ends
+        Meant for requests in the engine's waiting queue. The pages are held until the first `match`, which ends
         the prefetch. From then on the request waits for pages that have not arrived yet. The prefetch also ends with
         `release`, and with `expire` some time after `TierFacts.wait_s`. All prefetched requests together hold at most a
         quarter of host memory, and their fetches use at most half of a tier's fetch limits, so that lookups find free
@@ -429,9 +434,9 @@ class CacheManager(ABC):
 
         Args:
             tokens: number of valid tokens in each of the blocks; None for whole blocks.
-            spare: whether the blocks are useful only to requests that diverge from this one here. Such blocks may take
-                a share of host memory. If they take more, they are evicted before all others. A block is no longer
-                spare when a request hits it or stores it without `spare`.
+            spare: whether the blocks are useful only to requests that diverge from this request at these blocks. Spare
+                blocks may take a share of host memory. If they take more, they are evicted before all other blocks. A
+                block is no longer spare when a request hits it or stores it without `spare`.
             ttl_s: whole seconds after which the pages that this call stores are misses in every tier; None for never.
                 Blocks that are cached already keep their expiry time.
 
@@ -448,7 +453,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def complete(self, rank: int, result: OpResult) -> Completion | None:
-        """Records one rank's final result of an op. The last rank's result ends the op; returns its Completion then.
+        """Records one rank's final result of an op. The last rank's result ends the op; that call returns a Completion.
 
         Store: pages of the current epoch become visible if they succeeded on every rank and were not discarded. The
         slots of all other pages are freed. If an earlier load of the request is still in flight, no page becomes
@@ -471,8 +476,8 @@ class CacheManager(ABC):
         """Revokes the pages of the request's stores in flight that contain tokens from `first_token` on, so that they
         are not published. Returns the number of pages.
 
-        For blocks computed from engine blocks that a load failed to fill, whether by the load's own request or by
-        another that shared the engine blocks. The keys may be stored again at once.
+        Called when a load failed to fill engine blocks from which the request has computed further blocks. The load
+        may be that of another request that shares the engine blocks. The revoked keys may be stored again at once.
         """
 
     @abstractmethod
@@ -487,7 +492,8 @@ class CacheManager(ABC):
         """Marks the request's loads in flight as abandoned. The failure of an abandoned load is neither counted against
         the request nor logged as a warning.
 
-        For loads that the engine has withdrawn or that no rank received. Each still needs its calls of `complete`.
+        Meant for loads that the engine has withdrawn or that no rank received. Each of these loads still needs a call
+        of `complete` per rank.
         """
 
     @abstractmethod

@@ -1,6 +1,7 @@
-"""The cache manager of one ownership unit: leases and ops over an ordered list of tiers.
+"""The cache manager of one ownership unit. It leases the pages of an ordered list of tiers, and plans ops on them.
 
-Its contract is `flexkv.cache.base.CacheManager`; the contract of its tiers is `flexkv.cache.tiers.contract`.
+The manager implements `flexkv.cache.base.CacheManager`. Its tiers implement the contract in
+`flexkv.cache.tiers.contract`.
 """
 
 from __future__ import annotations
@@ -65,14 +66,14 @@ class LocalCacheManager(CacheManager):
 
     Args:
         groups: the unit's KV groups, each with its own rule and block size.
-        alignment_tokens: each hit has a multiple of this many tokens; None for the least common multiple of the block
-            sizes.
-        tiers: factories of the tiers, in the order in which a lookup asks them; the first is that of host memory. Ops
-            of the other tiers are not in the graphs for the workers: `work.poll` returns them.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number; None for the least common
+            multiple of the block sizes.
+        tiers: factories of the tiers, in the order in which a lookup asks them; the first factory makes host memory.
+            Ops of the other tiers are not in the graphs for the workers: `work.poll` returns them.
         policy: the eviction policy of every tier; one of `c_ext.eviction_policies()`.
-        clock: returns seconds and never runs backwards; measures leases, waits and the speed of tiers.
+        clock: returns seconds and never runs backwards; used for leases, waits and the speed of tiers.
         listener: notified of pages that become visible or are removed; None for no listener.
-        compute_if_faster: True to not fetch pages that the engine computes sooner than a tier brings them.
+        compute_if_faster: whether pages are not fetched if the engine computes them sooner than a tier delivers them.
         unix_s: returns the wall-clock time in Unix seconds, for times to live.
 
     Attributes:
@@ -161,8 +162,8 @@ class LocalCacheManager(CacheManager):
         return len(self.tables.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Returns which of the keys are visible in some tier, bool [keys]. Neither leases nor fetches pages, but drops
-        expired ones."""
+        """Returns which of the keys are visible in some tier, bool [keys]. Drops expired pages, but neither leases nor
+        fetches pages."""
         if self.tables.hub.times.any:
             self._drop_expired()
         there = np.zeros(len(keys), np.bool_)
@@ -179,7 +180,8 @@ class LocalCacheManager(CacheManager):
         return 0 if lease is None else lease.pages
 
     def held_pages(self, request_id: str) -> int:
-        """Number of pages in host memory or being fetched to it that are held for the request until its next lookup."""
+        """Number of pages that are held for the request until its next lookup: pages that are in host memory or are
+        being fetched to it."""
         return self.tables.requests.held_pages(request_id)
 
     def fetches(self, request_id: str) -> int:
@@ -253,7 +255,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Updates, in the tiers that follow other units, which of these pages those units have now."""
+        """Updates the tiers that follow other units: which of the pages with these keys the other units have."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)
@@ -497,7 +499,8 @@ class LocalCacheManager(CacheManager):
             self.tables.access_orders.clear()
             self.work.reset()
             self.tables.epoch += 1
-            # If a tier has not finished the last reset, its deadline stays: a new reset must not extend it.
+            # If a tier has not finished the previous reset, the deadline of that reset stays: a new reset must not
+            # extend it.
             if not any(tier.resets for tier in self._resetting):
                 self._reset_ends_s = time.monotonic() + RESET_S
             for tier in self.tables.tiers:
@@ -524,7 +527,7 @@ class LocalCacheManager(CacheManager):
     def _finish_reset(self, ends_s: float) -> None:
         while self._resetting:
             self._resetting[0].finish_reset(ends_s)
-            self._resetting.pop(0)  # only now, so that a tier that raised is tried again by the next call
+            self._resetting.pop(0)  # after `finish_reset`: if that raises, the next call tries the tier again
 
     def disable(self) -> None:
         self.promises.disabled = True

@@ -33,9 +33,9 @@ class AccessOrder:
     """The index entries of one request in one group, by block number. Added arrays are kept as they are, and joined
     when `entries` is called.
 
-    Entries from lookups are kept apart from entries from stores: an engine without free blocks looks a request up at
-    every step, and each lookup replaces only the entries of the previous lookup. If a block has an entry from a lookup
-    and one from a store, the store's entry counts.
+    Entries from lookups and entries from stores are recorded separately: an engine without free blocks looks a request
+    up at every step, and each lookup replaces only the entries of the previous lookup. If a block has an entry from a
+    lookup and one from a store, the store's entry counts.
 
     Attributes:
         blocks: number of leading blocks of the request up to the last block with an entry.

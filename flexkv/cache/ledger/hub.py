@@ -22,7 +22,7 @@ from flexkv.transfer.graph import NEVER, OpId, ReadIds, SlotIds
 NO_WORDS = np.zeros(0, np.uint64)
 
 RESERVE_FROM_SLOTS = 4096
-"""Pools with fewer slots keep no reserve of free slots: every slot counts there, and evictions are few."""
+"""Pools with fewer slots keep no reserve of free slots, because a small pool needs every slot and evicts few pages."""
 
 RESERVE_SHARE = 64
 """In larger pools, one slot in this many is kept free."""
@@ -267,7 +267,7 @@ class Hub:
         self.board.hide(slots)
 
     def show(self, group: int, entries: EntryIds) -> None:
-        """Shows visible pages on the board again that `hide` has removed from it."""
+        """Shows visible pages on the board again, after `hide` has removed them from it."""
         assert self.board is not None
         self._note(group, entries)
         self.board.show(self.index.slots_of(entries), group, self.index.keys_of(entries))
@@ -342,7 +342,7 @@ class Hub:
         return removed
 
     def refill_reserve(self, group: int, most: int) -> None:
-        """Evicts up to `most` blocks if fewer slots are free than the pool's reserve has (`reserve_pages`)."""
+        """Evicts up to `most` blocks if fewer slots are free than the pool's reserve needs (`reserve_pages`)."""
         missing = self._reserve[self._owner[group]] - self.index.free_slots(group)
         if missing > 0:
             self.evict(group, min(missing, most))

@@ -16,7 +16,8 @@ from flexkv.transfer.graph import PageTags, ReadIds, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class StraightPages:
-    """Pages of one group that are promised for a load straight from their tier to engine blocks. Each is leased once.
+    """Pages of one group that are promised for a load straight from their tier to engine blocks. Each page is leased
+    once.
 
     Attributes:
         tier: number of the tier.
@@ -64,7 +65,7 @@ class GroupLease:
         entries: index entries of the pages that are in host memory or being fetched to it, the tail last, uint32
             [pages].
         slots: host slots of the pages in `entries`, int32 [pages].
-        first_block: number of the first block within the request.
+        first_block: index in the request of the share's first block.
         blocks: number of whole blocks; with a tail, `pages` is one more.
         fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages]; None if
             all pages are in host memory.
@@ -108,7 +109,7 @@ class GroupLease:
 class Lease:
     """The pages that a lookup promised to one request. They are not evicted while the lease exists.
 
-    The tokens of the request, from its first on, and where their KV comes from:
+    The figure shows the request's tokens, and where the KV of each part comes from:
 
         |  the engine's own  |  whole blocks of the lease  |  its partial tail  |  computed by the engine
         0                start_tokens                  + tokens           + tail_tokens
@@ -121,7 +122,7 @@ class Lease:
         tail_tokens: number of tokens in the partial tail; 0 without a tail.
         cut: whether more tokens were found but not promised, because the limit of promised pages was reached.
         by_tier: number of promised tokens that each tier supplied; see `MatchResult`.
-        shared_tokens: number of leading tokens that earlier requests had too; see `MatchResult`.
+        shared_tokens: number of leading tokens shared with earlier requests; see `MatchResult`.
     """
 
     groups: tuple[GroupLease, ...]
@@ -149,9 +150,10 @@ def joined_shares(
     """Joins a request's lease and the pages held for it into one share per group, of whole blocks from `start_block`
     on.
 
-    Returns an empty tuple if the request has neither a lease nor held pages. Also returns one if they cannot be joined:
-    the lease has another start, a tail or blocks that are being fetched; not every group has exactly one record of held
-    pages; or pages are held although the lease has blocks that are loaded straight.
+    Returns an empty tuple if the request has neither a lease nor held pages, or if the lease and the held pages cannot
+    be joined. They cannot be joined in these cases: the lease has another start, a tail or blocks that are being
+    fetched; not every group has exactly one record of held pages; or pages are held although the lease has blocks that
+    are loaded straight.
 
     Args:
         start_tokens: number of tokens that the engine has itself now.

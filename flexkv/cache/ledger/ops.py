@@ -147,7 +147,7 @@ class WriteOp(Op):
 
 
 class Mark(IntFlag):
-    """What a failure on a rank says about the page. `RankOp` has a field for each flag, with the same name."""
+    """Consequences of a page's failure on a rank. `RankOp` has a field for each flag, with the same name."""
 
     NONE = 0
     SUSPECT = 1
@@ -191,7 +191,7 @@ class RankOp(Op):
 
     Attributes:
         request_id: id of the request to which the pages belong.
-        first_block: number within the request of the block at position 0.
+        first_block: index in the request of the block at position 0.
         positions: page i is block `first_block + positions[i]` of the request; integers of any dtype, ascending.
         waits_for: numbers of the request's loads that were in flight when this store was planned. If one of them is
             still in flight when the store ends, the store is not published.

@@ -14,7 +14,7 @@ from flexkv.transfer.graph import OpId
 
 @dataclass(slots=True)
 class Wait:
-    """A request's wait for fetches and for answers of tiers behind host memory, and its results.
+    """A request's wait for fetches and for answers of tiers behind host memory, and the results of the wait.
 
     Attributes:
         since_s: by tier, the clock time at which the request began to wait for the tier.
@@ -22,7 +22,8 @@ class Wait:
         ops: by op number, the tier of each fetch or question that has not ended yet.
         held: pages that are pinned for the request until its next lookup has leased them: the pages that its fetches
             bring, and the pages between them that were already in host memory.
-        skipped: by tier, why the request continues without the tier's pages; tiers that it still uses are missing.
+        skipped: by tier, the reason why the request continues without the tier's pages. Has no element for tiers that
+            the request still uses.
         probed: op number of each question asked for the request, by tier and by whether the question was for the tail.
             Each tier is asked at most once for whole blocks and once for a tail.
         ready_end: number of leading blocks of the request that were in host memory when the wait began; None before it
@@ -52,8 +53,8 @@ class RequestLedger:
         waits: each request's wait, by request id.
         prefetched: ids of requests whose pages are being fetched before their first lookup; each has a wait.
         reserved_pages: number of pages in all leases.
-        misses: by request id, why the last lookup promised no more, and the number of whole blocks that it did not
-            promise. An element is removed when the engine acts on the lookup.
+        misses: by request id, the reason why the last lookup promised no more, and the number of whole blocks that it
+            did not promise. An element is removed when the engine acts on the lookup.
         kept: pages that plugins keep in host memory, by the name that the plugin gave; each is pinned once.
     """
 

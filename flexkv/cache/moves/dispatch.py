@@ -203,8 +203,8 @@ class TierWork:
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """Returns how many of the pages in host memory a tier with writes lacks; with several such tiers, the largest
-        number. Pinned pages count as lacking."""
+        """Returns the number of pages in host memory that a tier to which pages are written lacks; with several such
+        tiers, the largest of these numbers. Pinned pages count as lacking."""
         return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -220,7 +220,7 @@ class TierWork:
             self._writes[tier].offer(group, keys[there])
 
     def reused(self, tier: TierId, group: int, keys: Keys) -> None:
-        """Offers to a tier pages that were used again from host memory. For a tier that writes reused pages."""
+        """Offers to a tier pages that were used again from host memory. Called for tiers that write reused pages."""
         self._writes[tier].offer_reused(group, keys)
 
     def evicted(self, group: int, keys: Keys) -> None:

@@ -129,10 +129,9 @@ class FetchPlan:
 class Promotions:
     """Plans fetches and records their results.
 
-    Contract with both indexes: while a fetch is in flight, its entries in host memory are pending and pinned, so that
-    no other page gets their slots. Its entries in the tier are pinned, so that the tier's slots are not rewritten.
-    Verified pages become visible in host memory. Pages that fail with one of SUSPECT_CAUSES are forgotten in their
-    tier.
+    While a fetch is in flight, its entries in the index of host memory are pending and pinned, so that no other page
+    gets their slots. Its entries in the tier's index are pinned, so that the tier's slots are not rewritten. Verified
+    pages become visible in host memory. If a page fails with one of SUSPECT_CAUSES, its tier forgets the page.
 
     Attributes:
         walk: finds and leases pages that do not form a prefix.
@@ -160,7 +159,8 @@ class Promotions:
         """Plans fetches of the wanted pages that are neither in host memory nor in flight to it, as many as free slots
         and the tiers' limits allow.
 
-        The fetches and the result take over the leases of `wanted`. All other leases of `wanted` end.
+        Leases of `wanted` whose pages are in the result or in a planned fetch pass to these. All other leases of
+        `wanted` end.
 
         Args:
             layerwise: whether to fetch ranges of layers one after the other, from tiers that can do so.
@@ -335,8 +335,8 @@ class Promotions:
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
-    """Returns which pages the tier may no longer have as recorded, bool [pages]. If a fetch or page was never begun,
-    that says nothing about the tier's content.
+    """Returns which pages the tier may no longer have although its index lists them, bool [pages]. A fetch or page that
+    was never begun says nothing about the tier's content.
     """
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)

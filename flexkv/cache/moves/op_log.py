@@ -70,8 +70,8 @@ class OpLog:
         """Logs an op that has ended on all ranks.
 
         Args:
-            expected: whether failures were to be expected, because the op was abandoned or a reset came between. They
-                are then not logged as a warning.
+            expected: whether failures were to be expected, because the op was abandoned or the cache was reset
+                meanwhile. Expected failures are not logged as warnings.
         """
         failed = int(np.count_nonzero(op.failed))
         if self._spans.wanted:

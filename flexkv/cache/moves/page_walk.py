@@ -83,7 +83,7 @@ def leading(flags: NDArray[np.bool_]) -> int:
 class PageWalk:
     """Finds and leases pages, each in host memory or, if it is not there, in the first tier that has it.
 
-    For pages that do not form a prefix of the request, such as tails; prefixes are looked up by `c_ext.TierLookup`.
+    Used for pages that do not form a prefix of the request, such as tails. `c_ext.TierLookup` looks prefixes up.
     """
 
     def __init__(self, tables: CacheTables) -> None:

@@ -40,8 +40,8 @@ ORPHANS_PER_POLL = 512
 
 
 class StoreOnce:
-    """The pages that one unit leaves out, and its copies of peers' pages. For a store or load, only its own pages are
-    looked up in the index of peers' pages. A poll without work makes only a few comparisons.
+    """The pages that one unit leaves out, and its copies of peers' pages. A store or load looks up only its own pages
+    in the index of peers' pages. A poll without work makes only a few comparisons.
 
     Args:
         number: number of the tier of the peers' pages.

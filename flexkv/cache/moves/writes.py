@@ -26,9 +26,9 @@ evicting pages that are not written yet."""
 class WriteQueue:
     """The queue of pages to write to one tier: plans their writes and records the results.
 
-    Contract with both indexes: while a write is in flight, its entries in host memory are pinned, so that the slots
-    keep their bytes. Its entries in the tier are pending and pinned, so that the tier's slots are not read or given to
-    other pages.
+    While a write is in flight, its entries in the index of host memory are pinned, so that the slots keep their bytes.
+    Its entries in the tier's index are pending and pinned, so that the tier's slots are not read or given to other
+    pages.
 
     Args:
         tier_id: number of the tier, which has a sink.
@@ -214,7 +214,7 @@ class WriteQueue:
         return [(group, self._tables.hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
-        """Removes from the queue the pages that are not pinned or no longer in host memory."""
+        """Removes from the queue the pages that are not pinned or are no longer in host memory."""
         index = self._tables.hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
@@ -275,9 +275,9 @@ class WriteQueue:
         return entries[without]
 
     def _make_room(self, owner: int) -> None:
-        """Frees host slots of the group, if fewer are free than LEAVE_SHARE asks for. Takes the pages that would be
-        evicted next. Evicts those that the tier has or must not get, and plans writes of the others, which are evicted
-        when they are written.
+        """Frees host slots of the group, if fewer are free than LEAVE_SHARE demands. Takes the pages that would be
+        evicted next. Evicts at once the pages that the tier has or must not get. Plans writes of the other pages, which
+        are evicted when they are written.
         """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)

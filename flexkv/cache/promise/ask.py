@@ -15,7 +15,7 @@ from flexkv.observe import MissReason
 
 
 class Ask(NamedTuple):
-    """The arguments of a lookup, and the limits of its answer.
+    """The arguments of a lookup, and the limits of its result.
 
     Attributes:
         keys: per group, the keys of the whole blocks that may be promised, from the request's first token on.
@@ -24,8 +24,8 @@ class Ask(NamedTuple):
         tiers: numbers of the tiers behind host memory whose pages the request may use.
         room_pages: maximum number of pages that may be promised.
         straight: whether pages may be promised for straight loads from their tier.
-        settings: the caller's settings for the request, to which the other attributes already conform.
-        bound: why keys that the engine asked for are missing from `keys`; None if none are missing.
+        settings: the caller's settings for the request. The other attributes already respect them.
+        bound: the reason why keys that the engine asked for are missing from `keys`; None if none are missing.
     """
 
     request_id: str
@@ -53,11 +53,11 @@ class Looked:
 
     Attributes:
         lease: the promised pages.
-        fetches: number of fetches and answers for which the request now waits.
-        awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue, and its
-            lease must end.
-        left_out: why tiers' pages behind the lease are left to the engine, if the reason holds for this lookup only;
-            None otherwise. Reasons that last are in `Wait.skipped`.
+        fetches: number of fetches and questions to tiers for which the request now waits.
+        awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue for slots
+            (`RoomLine`), and its lease must end.
+        left_out: the reason why the engine computes pages after the lease that tiers have, if the reason holds for this
+            lookup only; else None. Reasons that hold for later lookups too are in `Wait.skipped`.
     """
 
     lease: Lease

@@ -141,7 +141,7 @@ class Lookup:
         if asked:
             self._tables.requests.begin_prefetch(ask.request_id, first)
         fetches = self._pages_behind.prefetch(ask, rest, first, most_pages) if rest else 0
-        # The prefix is unpinned only now, so that the fetched pages did not evict the pages before them.
+        # The prefix is unpinned only after the fetches were planned, so that the pages to fetch do not evict it.
         for group in lease.groups:
             self._tables.hub.index.unpin(group.entries)
         return asked + fetches
@@ -216,8 +216,8 @@ class Lookup:
     def _fetch_tail(
         self, ask: Ask, tail: Sequence[TailCandidates | None], lease: Lease, end_block: int
     ) -> Looked:
-        """Begins to fetch the longest tail that tiers have, if it is longer than the leased tail. Otherwise asks about
-        longer tails the tiers that must be asked which pages they have."""
+        """Begins to fetch the longest tail that tiers have, if it is longer than the leased tail. Otherwise sends
+        questions about longer tails to the tiers of whose pages this unit has no index."""
         walk = self._pages_behind.walk
         found = common_tail(tail, end_block, lambda group, keys: walk.present(group, keys, ask.tiers))
         if found <= lease.tail_tokens:

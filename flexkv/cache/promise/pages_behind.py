@@ -18,7 +18,8 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 Rest = list[list[PageRun]]
-"""Per group, the runs of the blocks that follow a lease, each leased in its tier. All groups have the same blocks."""
+"""Per group, the runs of the blocks that follow a lease. Each run is leased in its tier. The block numbers are the same
+in all groups."""
 
 
 class PagesBehind:
@@ -88,8 +89,8 @@ class PagesBehind:
         if not any(rest):
             return 0
         wanted, last = wanted_pages(rest, ask.keys, first), self._tables.ops.last_id
-        # The pages are fetched by layers if a lookup would do so, because the lookup then promises pages that have not
-        # arrived yet.
+        # The pages are fetched layer by layer if a lookup would do so, because the lookup then promises pages that have
+        # not arrived yet.
         _, layerwise = self._streams(rest)
         fetched = self._promotions.fetch(wanted, layerwise)
         fetches = self._waits.join_fetches(ask.request_id, wanted, fetched, counted=False)
@@ -104,7 +105,8 @@ class PagesBehind:
         return fetches
 
     def _streams(self, rest: Rest) -> tuple[bool, bool]:
-        """Returns whether all tiers that have the pages stream them, and whether all of them also do so by layers."""
+        """Returns whether all tiers that have the pages stream them, and whether all of these tiers stream them layer
+        by layer."""
         facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
         streams = all(fact.streams for fact in facts)
         return streams, streams and all(fact.stream_layers for fact in facts)
@@ -118,8 +120,8 @@ class PagesBehind:
         sooner than the engine computes these tokens.
 
         Args:
-            in_line: whether the request waits in the queue if there are not enough free slots. False for a tail: it has
-                fewer tokens than a block, so it is not worth the lease, which a request in the queue loses.
+            in_line: whether the request waits in the queue if there are not enough free slots. False for a tail: a
+                request in the queue loses its lease, and a tail of less than a block is not worth the lease.
         """
         if not self._choice.choose_fetch([part.runs for part in wanted], tokens):
             for part in wanted:

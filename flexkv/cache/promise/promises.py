@@ -121,7 +121,8 @@ class Promises:
             requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
         miss = None
-        # A lookup with a tail asks only for an earlier hit and the tail after it, so the recorded miss must stay.
+        # A lookup with a tail asks only for the blocks of an earlier hit and the tail after them. So the miss that the
+        # earlier lookup recorded must stay.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
             miss = self._misses.note(request_id, keys, looked, ask, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)
@@ -163,7 +164,8 @@ class Promises:
         return ask if settings is NO_SETTINGS else self._heed(ask)
 
     def _heed(self, ask: Ask) -> Ask:
-        """Applies the limits in the request's settings to the arguments of its lookup, and returns these."""
+        """Applies the limits in the request's settings to the arguments of its lookup, and returns the new
+        arguments."""
         settings, tiers = ask.settings, ask.tiers
         if settings.tiers is not None:
             tiers = [t for t in tiers if self._tables.tiers[t].facts.label in settings.tiers]
@@ -187,8 +189,8 @@ class Promises:
     def _look(self, ask: Ask, is_known: bool) -> Looked:
         """Looks the request up in all tiers. Then unpins the pages that were held for it, because its new lease pins
         those that it found."""
-        # The held pages leave the request's record before the lookup, because the lookup may add new ones to it. They
-        # are unpinned only afterwards, because until then they must not be evicted.
+        # The held pages are removed from the request's record before the lookup, because the lookup may add new pages
+        # to the record. They are unpinned only after the lookup, so that it does not evict them.
         held = self._tables.requests.take_held(ask.request_id) if is_known else ()
         looked = self.lookup.look(ask)
         if looked.awaited:
@@ -211,8 +213,8 @@ class Promises:
         looked.lease = self.lookup.lease_of_nothing(lease.start_tokens)
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
-        """Joins the request's lease and the pages held for it into one new lease, if together they are all pages that
-        it asks for. Returns None and changes nothing if a lookup is needed.
+        """Joins the request's lease and the pages held for it into one new lease, if these are all the pages that the
+        request asks for. Returns None and changes nothing if a lookup is needed.
 
         The pages are pinned, so only their keys are checked. A page whose fetch failed, or that was cached before a
         reset, no longer belongs to its key.
@@ -248,7 +250,7 @@ class Promises:
         return route is not None and route.keeps(group, keys, pages)
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """Records that the request uses the blocks that the engine has itself and those that it was promised."""
+        """Records that the request uses the blocks that the engine has itself and the blocks that were promised."""
         before: Sequence[EntryIds] = ()
         if lease.start_tokens:
             own = self.lookup.engine_keys(keys, lease.start_tokens)
@@ -262,7 +264,7 @@ class Promises:
             return ()
         group = lease.groups[0]
         in_host = group.straight is None and group.fetches is None
-        # A hit that ends with a chunk may need no pages.
+        # A hit that ends exactly at the end of an attention chunk may need no pages.
         if (in_host and request_id not in self._tables.requests.waits) or not lease.pages:
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tables.tiers)

@@ -1,5 +1,5 @@
-"""Questions to tiers that must be asked which pages they have. For each request, a tier is asked once about whole
-blocks and once about a tail.
+"""Questions to tiers about the pages that they have, for tiers of whose pages this unit has no index. For each request,
+such a tier is asked once about whole blocks and once about a tail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Questions:
         alignment_tokens: the number of tokens of every hit is a multiple of it.
 
     Attributes:
-        any: whether there is a tier that must be asked.
+        any: whether there is a tier that must be asked which pages it has.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Questions:
         self.any = bool(self._probers)
 
     def for_blocks(self, ask: Ask, end_block: int) -> int:
-        """Asks about the blocks from `end_block` on. For units whose groups all restore the same blocks. Returns the
-        number of answers to wait for."""
+        """Asks tiers about the blocks from `end_block` on. Used in units whose groups all need the same blocks. Returns
+        the number of answers to wait for."""
         blocks = min(map(len, ask.keys))
         if blocks <= end_block:
             return 0
@@ -51,9 +51,9 @@ class Questions:
         return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
     def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
-        """Asks about pages before `end_tokens`. For units whose groups need different pages. A question about a FULL
-        group has only the pages after those that were found. A question about another group has all its pages, because
-        a hit may end at each of them. Returns the number of answers to wait for."""
+        """Asks tiers about pages before `end_tokens`. Used in units whose groups need different pages. For a FULL
+        group, only the pages after those that were found are asked about. For any other group, all pages are asked
+        about, because a hit may end at each of them. Returns the number of answers to wait for."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
@@ -68,8 +68,8 @@ class Questions:
         return self._ask(ask, asked, end - reached)
 
     def for_tail(self, ask: Ask, tail: Sequence[TailCandidates | None], end_block: int) -> int:
-        """Asks about the candidates of the tail that begins block `end_block`. Returns the number of answers to wait
-        for."""
+        """Asks tiers about the candidates of the tail, the partial block with index `end_block`. Returns the number of
+        answers to wait for."""
         candidates = [each for each in tail if each is not None and each.base_block == end_block]
         if not self._probers or len(candidates) < len(tail):
             return 0

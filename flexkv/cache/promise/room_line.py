@@ -1,5 +1,5 @@
-"""The queue of requests that wait for host slots. A request's fetches begin when there are free slots for all pages
-that it lacks, and requests get slots in turn.
+"""The queue of requests that wait for host slots. Requests get slots in the order of the queue. A request's fetches
+begin when there are free slots for all its missing pages.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MAX_IN_LINE = 4096
 
 MAX_TURN_S = 1.0
 """The time between two of the engine's questions about a request counts as waiting only up to this many seconds. An
-engine that could run the request asks at every step. A longer pause means that it could not run the request."""
+engine that could run the request asks at every step. A longer pause means that the engine could not run it."""
 
 
 class Turn(Enum):
-    """What a request that needs host slots for a fetch has to do now."""
+    """The decision about a request that needs host slots for a fetch."""
 
     FETCH = "fetch"
     """The request fetches all missing pages: there are slots for them."""
@@ -59,8 +59,8 @@ class PlaceInLine:
     """One request's place in the queue.
 
     Attributes:
-        need: the slots, pages and ops that the request needs. The slots include those of its pages in host memory that
-            it no longer leases.
+        need: the slots, pages and ops that the request needs. The slots include those of pages that are in host memory
+            but that the request no longer leases.
         wait_s: maximum number of seconds that the request waits.
         before: number of the engine's second-to-last question about the request; 0 if there was none. The questions
             about all requests are numbered in one sequence.
@@ -78,17 +78,17 @@ class PlaceInLine:
 
 
 class RoomLine:
-    """Gives host slots to requests in the order in which they first asked. Each request gets the slots for all pages
-    that it lacks at once.
+    """Gives host slots to requests in the order in which they first asked. A request gets the slots for all its missing
+    pages at once.
 
     A request that waits for slots holds none: it has no lease and no fetched pages. So all slots that are not free
     belong to ops, or to requests that have all they need, and become free however long other requests wait. Two
     requests never wait for each other.
 
     A request does not overtake an earlier one even if there are enough slots for it, because small prompts would then
-    keep a large one waiting. It overtakes only requests about which the engine has not asked since its second-to-last
-    question about this request: the engine could not run them now. So the order of questions within a step does not
-    matter.
+    keep a large one waiting. It overtakes an earlier request only if the engine has asked about it twice since the last
+    question about the earlier request. The engine then cannot run the earlier request now. One question does not
+    suffice, because the engine asks about the requests of one step in any order.
 
     Args:
         asks_again: see `ManagerLimits.asks_again`. If False, no request waits, and each takes the slots that are free.
@@ -221,7 +221,7 @@ class RoomLine:
 
     def _is_first(self, place: PlaceInLine | None) -> bool:
         """Whether the request may take slots before all others in the queue: no request is ahead of it, or the engine
-        has not asked about those ahead since its second-to-last question about this request.
+        has not asked about the requests ahead since its second-to-last question about this request.
         """
         if place is None:
             return not self._places

@@ -22,7 +22,7 @@ def common_tail(
 
     Args:
         tail: per group, the candidates.
-        end_block: number of the block that the tail begins.
+        end_block: index in the request of the block that the tail partly fills.
         present: returns which keys of a group count as present, bool [keys].
     """
     lengths: list[set[int]] = []
@@ -40,8 +40,8 @@ def tail_key_of(candidates: TailCandidates, tokens: int) -> Keys:
 
 
 def lease_tail(hub: Hub, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
-    """Pins the longest tail that all groups have in host memory, and adds it to the lease. The tail begins block
-    `end_block`."""
+    """Pins the longest tail that all groups have in host memory, and adds it to the lease. The tail partly fills block
+    `end_block` of the request."""
     found = common_tail(tail, end_block, hub.there)
     if not found:
         return

@@ -1,5 +1,5 @@
-"""Contracts of store planning: what an adapter reports about requests, steps and the engine's pool, and what a store
-planner returns.
+"""Contracts of store planning: an adapter's reports about requests, steps and the engine's pool, and the results of a
+store planner.
 
 An adapter reports which tokens of a request are certain, which blocks the engine is about to reuse, and what a step
 computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
@@ -54,8 +54,8 @@ class BlockTable:
 
     Attributes:
         keys: makes the keys of the blocks.
-        ids: numbers of the engine's blocks, in order, as the engine reported them; 0 where it reported none. A block
-            that has left the window stays in the list although the engine may have reused it.
+        ids: numbers of the engine's blocks, in order, as the engine reported them; 0 where the engine reported none. A
+            block that has left the attention window stays in the list although the engine may have reused the block.
         cursor: index of the first block that still has to be offered; all blocks before it are stored, in flight, or
             not to be stored.
         has_pending: whether blocks from the cursor on are certain (see `StoreRequest.certain`) but could not be stored
@@ -76,7 +76,7 @@ class BlockTable:
 class StoreRequest(ABC):
     """A planner's record of one live request.
 
-    The tokens of a request in one step, from its first on, and which forward passes compute their KV:
+    The figure shows a request's tokens in one step, and which forward passes of the engine compute their KV:
 
         0            computed             step_end
         |  earlier    |  this step's       |  later
@@ -102,7 +102,7 @@ class StoreRequest(ABC):
         states_at: the last boundary at which a step of the engine ended, so that the request's table has the states
             there; 0 if there is none.
         next_offer: while `certain` is smaller than this number, the planner has no block to offer. Code that sets a
-            cursor back or changes the prompt must set this to 0.
+            cursor back or changes the prompt must set `next_offer` to 0.
     """
 
     request_id: str
@@ -128,12 +128,12 @@ class StoreRequest(ABC):
     @property
     @abstractmethod
     def leading_shared(self) -> int:
-        """Number of the request's leading tokens that earlier requests are known to have had too."""
+        """Number of leading tokens that the request is known to share with an earlier request."""
 
     @abstractmethod
     def tail_key(self, tokens: int) -> Keys | None:
         """Returns the key of the partial block in which the request's first `tokens` tokens end, shape [1, KEY_BYTES];
-        None if it has no key.
+        None if the partial block has no key.
         """
 
     @property
@@ -163,7 +163,7 @@ class StoreRequest(ABC):
 
 
 class StepBlocks(Protocol):
-    """What the engine reports about its blocks in one step. Needed only for groups of windows, chunks or states."""
+    """The engine's report about its blocks in one step. Needed only for groups of windows, chunks or states."""
 
     def blocks(self, request_id: str) -> BlocksByGroup | None:
         """Returns the request's current blocks; None if the engine does not report them."""
@@ -235,7 +235,7 @@ class StoreWatch:
 
     @property
     def room(self) -> int:
-        """Number of further blocks that may be in stores in flight without a request that holds them."""
+        """Number of further blocks that stores in flight may read although no request holds the blocks."""
         return 1 << 31
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
@@ -252,12 +252,13 @@ class StoreWatch:
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches the blocks of a store in flight. They belong to a hold and are `still_held`."""
+        """Watches the blocks of a store in flight. The blocks belong to a hold that still watches them (see
+        `still_held`)."""
         self.ops[op_id] = blocks
 
     def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks or is about to lose them. From then on, those of them that
-        are in stores in flight count against `room`."""
+        """Called when a request no longer holds its blocks or is about to lose them. From then on, the request's blocks
+        that are in stores in flight count against `room`."""
 
     def end(self, op_id: OpId) -> None:
         """Stops watching the blocks of a store that has ended on every rank."""
@@ -288,7 +289,7 @@ class StoreWatch:
         return False
 
     def hash_of(self, block: int) -> bytes | None:
-        """Returns the hash that the pool has for a block; None if it has none or the hash is not known."""
+        """Returns the hash that the pool has for a block; None if the block has no hash or the hash is not known."""
         return None
 
     def hashes(self) -> dict[int, bytes]:
@@ -297,8 +298,8 @@ class StoreWatch:
 
     @property
     def free_head(self) -> tuple[int, int]:
-        """The block that the engine will reuse next (-1 if none), and the number of free blocks. If neither of the two
-        has changed, callers take the free queue to be unchanged.
+        """The block that the engine will reuse next (-1 if none), and the number of free blocks. If both values are the
+        same as before, callers assume that the free queue has not changed.
         """
         raise ContractError("this connector is not given the engine's block pool")
 
@@ -328,9 +329,9 @@ class StoreParts:
         watch: watches engine blocks for reuse.
         counters: counts pages that are not stored.
         events: notified of planned stores; None if no events are published.
-        alignment_tokens: the number of tokens of every hit is a multiple of it.
-        states_handed_over: whether the engine says which block has which state (`StepBlocks.states`), because a
-            request's table may have states that end within a block.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number.
+        states_handed_over: whether the engine reports which block has which state (`StepBlocks.states`). It does so if
+            a request's table may have states that end within a block.
         namespace: namespace of the keys of requests without `has_own_names`, 32 bytes.
         settings: the settings of the section `store`.
         queue_ops: number of entries in a rank's queue (`transfer.queue_ops`).

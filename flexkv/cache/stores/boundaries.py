@@ -1,8 +1,9 @@
 """Decides at which lengths (boundaries) later requests can resume a hybrid model's prompt, and which pages of windows,
 chunks and recurrent states must be stored for that.
 
-Such a page is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a prompt, at
-the end of a request, every `store.checkpoint_tokens` tokens before that, and where earlier prompts have diverged.
+A page of a window, chunk or state is useful only near the end of a hit. So it is stored only where a hit may end: at
+the end of a prompt, at the end of a request, every `store.checkpoint_tokens` tokens before that, and where earlier
+prompts have diverged.
 
 With recurrent states, a hit can end only where a step of the engine has ended. After a step that ends with block `p`,
 entry `p` of the request's table is the block with the state, until vLLM frees it. In some modes of vLLM, the table also
@@ -63,13 +64,13 @@ class Boundaries:
 
     def between(self, after: int, end: int, prompt_tokens: int, shared_tokens: int = 0) -> Iterator[int]:
         """Yields the boundaries in (after, end] of a request without states, ascending: the checkpoints, the last
-        boundary in the prompt, and the last boundary in the tokens that earlier requests had too.
+        boundary in the prompt, and the last boundary in the tokens that the request shares with earlier requests.
 
-        The last token of a prompt is always computed, so a hit on the same prompt ends before it.
+        The engine always computes the last token of a prompt, so a hit on the same prompt ends before that token.
 
         Args:
-            shared_tokens: number of leading tokens that earlier requests had too. Pages that end there are useful to
-                the next request that diverges there.
+            shared_tokens: number of leading tokens that the request shares with earlier requests. The next request that
+                diverges after these tokens can use the pages that end there.
         """
         first = after // self.checkpoint_tokens + 1
         checkpoints = range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens)
@@ -92,13 +93,13 @@ class Boundaries:
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
         """Whether the states at a boundary should be stored.
 
-        In a prompt, they are stored at its last boundary, at the last boundary in the tokens that earlier requests had
-        too, and at boundaries at least `checkpoint_tokens` apart. In generated tokens they are always stored, because
-        the last boundary is not known yet.
+        In a prompt, states are stored at its last boundary, at the last boundary in the tokens shared with earlier
+        requests, and at boundaries at least `checkpoint_tokens` apart. In generated tokens, states are stored at every
+        boundary, because any of them may be the last.
 
         Args:
             after: the last boundary whose states were stored.
-            shared_tokens: number of leading tokens that earlier requests had too.
+            shared_tokens: number of leading tokens that the request shares with earlier requests.
         """
         if boundary <= after:
             return False
@@ -115,8 +116,8 @@ class Boundaries:
         """Whether pages that end at a boundary are useful only to a request that diverges where no request has diverged
         before.
 
-        This is so if no hit of the same prompt or of the conversation's next turn ends there, and a hit on the whole
-        prompt needs none of these pages.
+        The pages are spare if no hit of the same prompt or of the conversation's next turn ends at the boundary, and a
+        hit on the whole prompt needs none of the pages.
         """
         of_prompt = self.last_before(prompt_tokens - 1)
         if boundary == self.last_before(shared_tokens):

@@ -64,7 +64,8 @@ class BoundaryStores:
         return self._plan_pages_at(request, boundary, blocks)
 
     def _note_end(self, request: StoreRequest) -> None:
-        """Records the end of the step as a boundary at which the request's table has the states after the step."""
+        """Records the end of the step if a hit may end there: after the step, the request's table has the states at
+        this boundary."""
         if self.boundaries.may_end_at(request.step_end) and not self.boundaries.handed_over:
             request.states_at = request.step_end
 

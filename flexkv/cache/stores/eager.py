@@ -29,9 +29,9 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PROBE_PAGES = 64
 PROBE_GROWTH = 4
-"""If a request has pending pages, the first offer of a step has PROBE_PAGES of them. If all got slots, the next offer
-has PROBE_GROWTH times as many. So if no slots are free, a step makes only one small offer, however many pages are
-pending."""
+"""If a request has pending pages, the first offer of a step has PROBE_PAGES of them. If all of these get slots, the
+next offer has PROBE_GROWTH times as many. So if no slots are free, a step makes only one small offer, however many
+pages are pending."""
 
 
 class EagerStores(RequestStores):
@@ -56,8 +56,8 @@ class EagerStores(RequestStores):
         # pages are still cached.
         self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
         self._by_layer = store.mode == "layerwise"
-        # If stores end in their step, blocks that wait for others would not be stored at the request's end, so each is
-        # offered alone.
+        # If stores end in their step, nothing is stored at a request's end. So a generated block is offered at once: if
+        # it waited for further blocks, it could be lost.
         self._generated_blocks = 1 if parts.ends_in_step else store.generated_blocks
         self.holds = Holds(parts.manager, parts.watch, store.hold_s, parts.counters)
         self._full: set[int] = set()
@@ -179,8 +179,8 @@ class EagerStores(RequestStores):
         return self._generated_blocks if generated else 1
 
     def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields the ranges [first, end) of a group's blocks between the cursor and `end` that contain no token that
-        the caller keeps out."""
+        """Yields the ranges [first, end) of a group's blocks between the cursor and `end` without any token that the
+        caller keeps out of the cache."""
         first, block = request.tables[group].cursor, self._groups[group].block_tokens
         while first < end:
             kept = request.kept_out.within(first * block, end * block)
@@ -254,8 +254,8 @@ class EagerStores(RequestStores):
                 self.count(end - first, reason)
 
     def _end_of_hold(self, request: StoreRequest, group: int) -> int:
-        """Returns the end of the pending blocks that are held: the first block that the caller keeps out, if any. No
-        lookup reaches the blocks after it, so they are counted as lost.
+        """Returns the end of the pending blocks that are held. Blocks after the first block that the caller keeps out
+        of the cache are not held but counted as lost, because no lookup reaches them.
         """
         runs = list(self._runs(request, group, self._end_of(request, group)))
         for first, end in runs[1:]:
@@ -288,7 +288,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def _drop_unwatched(self, hold: Hold, group: int) -> None:
-        """Drops the pending blocks if they are no longer watched, because their reuse would go unnoticed."""
+        """Drops the group's pending blocks of a hold if they are no longer watched, because the engine could reuse them
+        unnoticed."""
         table = hold.request.tables[group]
         if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
             self.holds.cut_at(hold, group, table.cursor, PageLoss.REUSED)

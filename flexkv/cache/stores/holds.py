@@ -43,8 +43,9 @@ class Hold:
 class Holds:
     """The holds of one engine, oldest first. Counts, by reason, the pages that are dropped without being stored.
 
-    If several ended requests had the same block, the block is in the hold of each. All held blocks are in the engine's
-    free queue or are used by other requests. So the size of the engine's pool and `hold_s` limit the number of holds.
+    If several ended requests had the same block, the block is in the hold of each of these requests. All held blocks
+    are in the engine's free queue or are used by other requests. So the size of the engine's pool and `hold_s` limit
+    the number of holds.
     """
 
     def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
@@ -90,7 +91,7 @@ class Holds:
         return has_lost
 
     def cut(self, hold: Hold, group: int, lost: set[int], reason: PageLoss | None) -> None:
-        """Drops a group's pending blocks from the first one in `lost` on, and counts them if there is a reason."""
+        """Drops a group's pending blocks from the first one in `lost` on. Counts them unless `reason` is None."""
         numbers, cursor, end = hold.numbers[group], hold.request.tables[group].cursor, hold.ends[group]
         # Blocks before the cursor are watched too, but they were already offered, so they are not pending.
         first = min(
@@ -100,21 +101,21 @@ class Holds:
             self.cut_at(hold, group, first, reason)
 
     def cut_at(self, hold: Hold, group: int, number: int, reason: PageLoss | None) -> None:
-        """Drops a group's pending blocks from block `number` of the request on. Counts them if there is a reason."""
+        """Drops a group's pending blocks from block `number` of the request on. Counts them unless `reason` is None."""
         if reason is not None:
             self.count(hold.ends[group] - number, reason)
         hold.ends[group] = number
 
     def end(self, hold: Hold, reason: PageLoss | None = None) -> None:
-        """Ends a hold and its request in the manager. Counts the pending pages if there is a reason."""
+        """Ends a hold, and ends its request in the manager. Counts the pending pages unless `reason` is None."""
         if reason is not None:
             self.count(hold.pages, reason)
         for blocks in hold.blocks:
             if blocks is not None:
                 self._watch.end_hold(blocks)
         del self._of_request[hold.request.request_id]
-        # The request ends in the manager only now, because its end marks all its blocks as used together, also those
-        # that were stored during the hold.
+        # The request ends in the manager only now, because its end marks all its blocks as used together. These include
+        # the blocks that were stored during the hold.
         self._manager.end_request(hold.request.request_id)
 
     def end_request(self, request_id: str, reason: PageLoss) -> None:

@@ -20,7 +20,8 @@ class KeptOut:
     spans: list[list[int]] = field(default_factory=list)
 
     def ask(self, skip: bool, first: int, end: int) -> None:
-        """Records, when an input of a streaming session begins, whether the caller keeps its tokens out.
+        """Records whether the caller keeps the tokens of an input out of the cache. Called when an input of a streaming
+        session begins.
 
         Args:
             skip: whether the input's tokens are kept out.

@@ -26,8 +26,8 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 logger = get_logger(__name__)
 
 STEPS_AHEAD = 2
-"""The blocks that the next steps will take from the free queue are stored in advance, for this number of full steps.
-One step is too few, because the next step may take its blocks before the copies planned now have ended."""
+"""Number of full steps whose blocks are stored in advance: the blocks that these steps will take from the free queue.
+One step is too few, because the next step may take its blocks before the copies that are planned now have ended."""
 
 LAZY_REQUEST = "flexkv-lazy"
 
@@ -38,8 +38,8 @@ class LazyStores(RequestStores, CacheListener):
 
     Attributes:
         suspects: by block number, the hash under which the block must not be stored: the caller keeps the block out of
-            the cache, or it is not certain that the block's KV was computed. The engine gives a block its hash when it
-            plans to compute the block.
+            the cache, or it is not certain that the block's KV was computed. A hash is no proof of that, because the
+            engine sets the hash when it plans to compute the block.
     """
 
     def __init__(self, parts: StoreParts) -> None:
@@ -67,7 +67,7 @@ class LazyStores(RequestStores, CacheListener):
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
     ) -> None:
-        # Live requests are not examined: only blocks that their request has left are offered.
+        # Live requests are not examined: only blocks in the engine's free queue are offered.
         self._count_missed()
         graph = self._plan_head()
         if graph is not None:
@@ -75,7 +75,7 @@ class LazyStores(RequestStores, CacheListener):
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
         """Plans stores of the free blocks that the engine may give to the load, which may be more than a step needs.
-        Blocks that are reused without having been stored are counted later.
+        If the load takes blocks before they are stored, a later step counts them as missed.
         """
         return self._plan_free(blocks + self._ahead)
 
@@ -103,8 +103,8 @@ class LazyStores(RequestStores, CacheListener):
             self._seen = (-1, -1)
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        """Called when blocks were removed from host memory. Those that the engine still has are offered again when its
-        free queue changes."""
+        """Called when blocks were removed from host memory. If the engine still has a removed block, the block is
+        offered again when the engine's free queue changes."""
         if self._block_of_key:
             for row in keys:
                 if (block := self._block_of_key.get(row.tobytes())) is not None:
@@ -155,8 +155,9 @@ class LazyStores(RequestStores, CacheListener):
 
     def _note_key_parts(self, request: StoreRequest) -> None:
         """Records how to make the keys of the blocks that the request did not find in the engine's own cache. This is
-        needed where the hash does not identify the block's content: it contains neither the content of a LoRA adapter
-        nor the caller's namespace, and an input in it may have a name that is valid only in this run of the engine."""
+        needed because a block's hash does not always identify its content. The hash contains neither the content of a
+        LoRA adapter nor the caller's namespace, and the names of inputs in it may be valid only in this run of the
+        engine."""
         own = request.block_ids[request.own_from :]
         if not request.has_own_names:
             for block in own if self._key_parts else ():
@@ -223,9 +224,9 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
-        """Plans stores of the last blocks of an ending request that the engine may reuse in its next step, before the
-        queue is read again. In a small pool these may be all its blocks. Like blocks of live requests, they are not
-        limited by `store.max_reference_share`.
+        """Plans stores for an ending request: of those of its last blocks that the engine may reuse in the next step,
+        before the free queue is read again. In a small pool these may be all its blocks. As for blocks of live
+        requests, `store.max_reference_share` does not limit them.
         """
         if request.stale:
             return None

@@ -38,7 +38,8 @@ class StorePlanner:
         """Called when the request has a new block table."""
 
     def preempted(self, request: StoreRequest) -> None:
-        """Called when the engine preempts the request and takes its blocks. The request's tables still have them."""
+        """Called when the engine preempts the request and takes its blocks. The request's tables still list these
+        blocks."""
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
         """Plans the last stores of a request that has ended and whose blocks are about to be freed. Its `certain` does
@@ -59,8 +60,9 @@ class StorePlanner:
         and `suspect_from` instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
-        """Called when a load has failed and the engine does not compute its blocks again, so that the request has wrong
-        KV from this block of the first group on. Neither this KV nor KV that other requests compute from it is stored.
+        """Called when a load has failed and the engine does not compute its blocks again. The request then has wrong KV
+        from block `first_block` of the first group on. Neither this KV nor KV that other requests compute from it is
+        stored.
         """
 
     def unpublished(self, blocks: BlockIds) -> None:
@@ -88,8 +90,8 @@ class RequestStores(StorePlanner):
 
     @property
     def places(self) -> int:
-        """Number of further stores for which every rank's queue certainly has an entry. A store occupies an entry in
-        each rank's queue until the rank reports it.
+        """Number of further stores for which the queue of every rank has an entry for sure. A store occupies an entry
+        in each rank's queue until the rank reports the store.
         """
         return self.parts.queue_ops - len(self._watch.ops)
 
@@ -106,7 +108,8 @@ class RequestStores(StorePlanner):
         holder: str | None = None,
         held: bool = False,
     ) -> TransferGraph | None:
-        """Reports a plan's stores to the events, watches the blocks that they read, and returns the plan's graph.
+        """Reports a plan's stores to `StoreParts.events`, watches the blocks that the stores read, and returns the
+        plan's graph.
 
         Args:
             holder: id of the request if it holds the blocks; None if it is about to lose them or has lost them.

@@ -35,7 +35,7 @@ NAMELESS = (
     "the cache was reset, for new weights or a sleep, and nothing names what the engine computes from now on until it "
     "starts again"
 )
-"""The reason that a reset gives for taking a tier out of use whose pages several units share."""
+"""The logged reason when a reset takes a tier out of use because several units share the tier's pages."""
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """One series of a metric: the metric's name, and its labels with their values."""
@@ -115,8 +115,8 @@ class TierCounts:
         read: pages that were fetched to host memory and verified.
         failed_reads: pages that a fetch or straight load did not bring because the tier failed, or that failed
             verification: damaged, torn, or from another write.
-        unread: pages whose read was not carried out although neither page nor tier was at fault, or was overtaken by a
-            reset.
+        unread: pages whose read failed through no fault of the page or the tier, and pages whose read was in flight
+            when the cache was reset.
         expired: pages that were found after the end of their time to live.
         evicted: pages that were evicted to give their slots in the tier to other pages.
         gone: pages that were lost with a disk or folder.
@@ -206,7 +206,7 @@ class Source(ABC):
 
     @abstractmethod
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
-        """Unpins a fetch's entries, and forgets the pages marked in `suspect`, which did not match their tags.
+        """Unpins a fetch's entries, and forgets the pages marked in `suspect`, which the tier may not have intact.
 
         Call order:
             Once per planned fetch, after its last byte has stopped moving.
@@ -226,7 +226,8 @@ class Source(ABC):
 
 
 class Prober(ABC):
-    """A tier that must be asked which pages it has. When a question has ended, the tier has added them to `presence`.
+    """A tier that must be asked which pages it has. When a question has ended, the pages that the tier has are in
+    `presence`.
 
     Attributes:
         probe_s: seconds for which a request waits for an answer before it continues without the tier.
@@ -278,7 +279,8 @@ class Sink(ABC):
             tokens: number of valid tokens of each page.
 
         Returns:
-            Positions of the keys that got a slot, their entries (pinned until `end_write`), and the op or None.
+            Positions of the keys that got a slot, their entries (pinned until `end_write`), and the op (None if no key
+            got a slot).
         """
 
     @abstractmethod
@@ -332,7 +334,7 @@ class Keeper(ABC):
         """Records that the unit leaves out these pages, and counts those that it did not leave out before.
 
         Call order:
-            For pages that are `kept`, before `take_news` of them.
+            Only for pages that are `kept`, and before the next `take_news` of these pages.
         """
 
     @abstractmethod

@@ -207,7 +207,7 @@ class StoredTier(Tier, Source):
         self._asked[owner][places] = asked
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
-        """Unpins pages that were read, and removes those marked in `suspect`, which did not match their tags."""
+        """Unpins pages that were read, and removes the pages marked in `suspect`, which may not be intact."""
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])

@@ -28,7 +28,7 @@ from flexkv.transfer.graph import NEVER, TransferOp
 
 @dataclass(slots=True, kw_only=True)
 class CacheTables:
-    """Where the pages of one manager are, which ops are in flight, and which requests have leases or wait.
+    """The records of one manager: the tiers and their pages, the ops in flight, and the leases and waits of requests.
 
     Attributes:
         specs: the unit's KV groups.

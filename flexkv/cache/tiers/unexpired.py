@@ -16,14 +16,14 @@ Expired = Callable[[EntryIds], NDArray[np.bool_]]
 
 
 def unexpired_leading(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> EntryIds:
-    """Returns what `Tier.leading` returns. Does not remove expired entries."""
+    """Implements `Tier.leading` without removing expired entries."""
     entries = presence.match_prefix(group, keys)
     past = expired(entries)
     return entries[: int(np.argmax(past))] if past.any() else entries
 
 
 def unexpired_present(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> NDArray[np.bool_]:
-    """Returns what `Tier.present` returns. Does not remove expired entries."""
+    """Implements `Tier.present` without removing expired entries."""
     entries = presence.find(group, keys)
     there: NDArray[np.bool_] = entries != NO_ENTRY
     there[there] = ~expired(entries[there])

@@ -37,7 +37,7 @@ class GdsStores(StoreRoute):
 
     A block that is being read from disk is not stored on disk again. But the read may fail, and the engine offers a
     block only once. So the block is stored in host memory. If the read finds the page on disk bad, the block is written
-    to disk from there.
+    to disk from host memory.
 
     Args:
         most_pages: maximum number of pages being stored or sealed at once.

@@ -26,8 +26,8 @@ class HostStores(StoreRoute):
         )
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
-        # The index gives slots in order and stops at the first block that gets none. But blocks that `_take_over` left
-        # to their fetch may be anywhere in the offer.
+        # The index gives slots in order and stops at the first block that gets none. So all blocks up to the last
+        # stored one are accepted. But blocks that `_take_over` left to their fetch may be anywhere in the offer.
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)

@@ -43,4 +43,4 @@ class HostTier(Tier):
         """Does nothing, because no page in host memory survives the process."""
 
     def poll(self, now_s: float) -> None:
-        """Does nothing, because no storage below host memory has events."""
+        """Does nothing, because host memory has no events, such as a lost disk, to report."""

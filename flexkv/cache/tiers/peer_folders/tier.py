@@ -57,7 +57,7 @@ class PeerTier(StoredTier):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        # Pages are never fetched by layers, because each page is converted as a whole.
+        # Pages are never fetched layer by layer, because each page is converted as a whole.
         return super().plan_fetch(op_id, group, keys, entries, places, slots, layerwise=False)
 
     def begin_open(self, weights: bytes) -> int:

@@ -47,7 +47,8 @@ class RemotePlan(TierPlan):
         self._unit = unit
         self._groups = disk_groups(unit)
         self._options = store_options(unit.config.remote)
-        # The tier needs space in host slots only for run digests, with `host.verify`. Its trailers are kept elsewhere.
+        # The tier needs space in host slots only for run digests, with `host.verify`. Its trailers are not in host
+        # slots.
         verify = unit.config.host.verify
         self.images = tuple(image_needs(group) for group in self._groups) if verify else ()
 

@@ -1,5 +1,5 @@
-"""The tier of pages in a store that machines share. Which pages the store has is known only from its answers to
-questions. Answers expire."""
+"""The tier of pages in a store that machines share. The unit has no index of the store's pages. It asks the store which
+pages it has, and the answers expire."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, Tr
 
 KNOWN_PAGES = 131_072
 """Maximum number of pages, over all groups, that are remembered as being in the store. Remembering them takes about
-10 MB. The eviction policy removes further pages, and the store is asked again about the removed ones."""
+10 MB. If there are more, the eviction policy removes pages from the record, and the store is asked about them again."""
 
 HINT_S = 5
 """Seconds after which the store's answer that it has a page expires. After such an answer the store itself does not
@@ -49,7 +49,7 @@ LIAR_S = 10.0
 """Seconds for which a page counts as absent after the store claimed to have it and did not deliver it."""
 
 REMEMBERED = 65_536
-"""Maximum number of remembered keys of absent pages; also that of keys of pages that were not delivered."""
+"""Maximum number of remembered keys of absent pages, and of remembered keys of pages that were not delivered."""
 
 
 class RemoteLane(Plane, Protocol):

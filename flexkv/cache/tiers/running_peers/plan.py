@@ -1,4 +1,4 @@
-"""Plans the tiers of running peers' pages, and what this unit shows its peers of its own pages."""
+"""Plans the tiers of running peers' pages, and the sharing of this unit's own pages with its peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ is also named `peers`, so the metrics count both tiers of folders together."""
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """Plans what the unit shares with other units by its settings; returns None if it shares nothing.
+    """Plans the sharing with other units that the unit's settings enable; returns None if nothing is shared.
 
     Raises:
         ConfigError: `peers.store` is `once` but host memory is not shared, or folders are to be shared with other
@@ -73,8 +73,8 @@ def shares(config: FlexKVConfig) -> tuple[bool, bool]:
 
 
 def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
-    """Returns what `peers.share: auto` means. Host memory is shared if several units start on the node or if
-    `peers.store` is `once`. Folders are shared in any case."""
+    """Returns the meaning of `peers.share: auto` with these settings. Host memory is shared if several units start on
+    the node or if `peers.store` is `once`. Folders are shared in any case."""
     return "host+disk" if config.host.units_per_node > 1 or config.peers.store == "once" else "disk"
 
 

@@ -33,12 +33,12 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 262_144
-"""Maximum number of peers' pages in the index, over all groups. The index then takes about 25 MB. The eviction policy
-removes further pages from it, and the removed ones are misses."""
+"""Maximum number of peers' pages in the index, over all groups. The index then takes about 25 MB. If peers have more
+pages, the eviction policy removes pages from the index, and these are misses."""
 
 NEWS_PER_POLL = 4_096
 """Maximum number of changed pages that one poll enters in the index: about 1 ms of the engine's thread, four times per
-second. Lookups do not wait for this, because each first enters the changes of its own pages."""
+second. Lookups do not wait for this, because each lookup first enters the changes of its own pages."""
 
 
 News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]]
