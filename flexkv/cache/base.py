@@ -359,9 +359,10 @@ class CacheManager(ABC):
 
         Meant for requests in the engine's waiting queue. The pages are held until the first `match`, which ends
         the prefetch. From then on the request waits for pages that have not arrived yet. The prefetch also ends with
-        `release`, and with `expire` some time after `TierFacts.wait_s`. All prefetched requests together hold at most a
-        quarter of host memory, and their fetches use at most half of a tier's fetch limits, so that lookups find free
-        slots. Pages beyond these limits are fetched by the first `match`.
+        `release`, and with `expire` after about twice `TierFacts.wait_s`.
+
+        All prefetched requests together hold at most a quarter of host memory, and their fetches use at most half of a
+        tier's fetch limits, so that lookups find free slots. The first `match` fetches the pages beyond these limits.
 
         Call order:
             Before the request's first `match`. Does nothing for a request that has a lease or waits.
@@ -530,8 +531,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`, ends waits that were over long ago, and drops expired
-        pages. Returns the number of leases that it ended."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, drops expired pages, and ends each wait whose time was
+        over more than the longest `TierFacts.wait_s` ago. Returns the number of leases that it ended."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

@@ -51,7 +51,7 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
 
 
 def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -> int:
-    """Returns the alignment of hits: the number of tokens of every hit is a multiple of it.
+    """Returns the alignment of hits: the number of tokens of every hit is a multiple of this number.
 
     Args:
         alignment_tokens: the requested alignment; None for the least common multiple of the block sizes.
@@ -111,7 +111,7 @@ def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
 def load_targets(
     specs: Sequence[GroupSpec], request_id: str, lease: Lease, blocks: Sequence[BlockIds], tail: bool
 ) -> list[BlockIds]:
-    """Checks the engine blocks to which leased pages are to be loaded against the promise, and returns them by group.
+    """Checks a load's target engine blocks against the pages that the lease promises. Returns the blocks by group.
 
     Raises:
         ContractError: there are more blocks than were promised, or a number of blocks that the group's rule does not

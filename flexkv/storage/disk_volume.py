@@ -33,12 +33,12 @@ from flexkv.storage.spare import free_spare, take_spare
 logger = logging.getLogger(__name__)
 
 COPIES_OF_ROWS = 2
-"""How many copies of each slot's index row are in memory while a disk is opened: one in the index, one in the tier.
+"""Number of copies of each slot's index row in memory while a disk is opened: one in the index, one in the tier.
 """
 
 
 def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
-    """How many slots each slab gets on one disk.
+    """Returns the number of slots of each slab on one disk.
 
     Raises:
         CapacityError: `bytes_per_disk` does not hold one slot of each slab, or the index does not fit into memory.
@@ -54,7 +54,8 @@ def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
 
 
 def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
-    """
+    """Checks that the index rows of a disk's slots fit into memory.
+
     Raises:
         CapacityError: the index rows of `slots` slots in each of `slabs` slabs do not fit into the available memory.
     """

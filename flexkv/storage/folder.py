@@ -24,11 +24,11 @@ from flexkv.storage.private_files import make_folders, open_at_once, open_privat
 LOCK_NAME = "lock"
 
 DIGEST_DIGITS = 16
-"""How many hex digits of a digest a folder's name contains. The slabs' headers contain the full digests."""
+"""Number of hex digits of a digest in a folder's name. The slabs' headers contain the full digests."""
 
 LOCK_WAIT_S = 2.0
-"""How many seconds a starting unit waits for its folder's lock. Another unit may hold the lock briefly to read the
-index.
+"""Maximum number of seconds that a starting unit waits for its folder's lock. Another unit may hold the lock briefly to
+read the index.
 """
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
@@ -88,8 +88,8 @@ def unit_folders(root: Path) -> list[Path]:
 
 
 def closed_folders(root: Path) -> dict[Path, str]:
-    """Searches `root` and two levels of folders below it for folders that cannot be listed. Returns these folders and
-    why. They may hold units that `unit_folders` does not find.
+    """Searches `root` and two levels of folders below it for folders that cannot be listed. Returns the reason for each
+    such folder. These folders may hold units that `unit_folders` does not find.
     """
     closed: dict[Path, str] = {}
     level = [root]
@@ -111,7 +111,7 @@ def closed_folders(root: Path) -> dict[Path, str]:
 
 
 def held_bytes(folder: Path, names: str = "*") -> int:
-    """How many bytes of disk space the files under `folder` take.
+    """Returns the number of bytes of disk space that the files under `folder` take.
 
     Args:
         names: pattern of the names of the files that count.
@@ -214,7 +214,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> int:
-    """Deletes a unit's folder. Returns how many bytes of disk space its files took.
+    """Deletes a unit's folder. Returns the number of bytes of disk space that its files took.
 
     Raises:
         FolderLockedError: the folder is in use; nothing was deleted.
@@ -256,7 +256,8 @@ def _has_name(fd: int, path: Path) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes this process's id to the lock file, so that an error can name it. If the disk is full, does nothing.
+    """Writes this process's id to the lock file, so that other processes can name it in error messages. If the disk is
+    full, does nothing.
 
     Raises:
         OSError: the file could not be written, for a reason other than a full disk.
@@ -278,7 +279,8 @@ def _holder(fd: int) -> str:
 
 
 def _lock_until(fd: int, ends_s: float) -> None:
-    """
+    """Waits for the lock of the file that is open as `fd`.
+
     Raises:
         OSError: another process still holds the lock at `ends_s` on the monotonic clock, or flock failed.
     """

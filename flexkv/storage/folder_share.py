@@ -40,14 +40,14 @@ is less.
 """
 
 OwnBytes = Callable[[Path], int]
-"""Takes a folder of `disk.folders`. Returns how many bytes under it belong to the unit's own slabs, so that the unit
-may use them again.
+"""Takes a folder of `disk.folders`. Returns the number of bytes under it that belong to the unit's own slabs. The unit
+may use these bytes again.
 """
 
 
 WholeSlots = Callable[[int], int]
-"""Takes the number of bytes that a unit may fill in a folder. Returns how many of them its slabs take, because slabs
-consist of complete slots.
+"""Takes the number of bytes that a unit may fill in a folder. Returns the number of bytes that the unit's slabs then
+take, which may be smaller, because slabs consist of complete slots.
 """
 
 
@@ -65,9 +65,9 @@ def whole_slots(*groups: DiskGroup) -> WholeSlots:
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
-    """How many bytes one of `units` units on this node may fill in each folder. The number is the same for all folders,
-    because blocks are striped over them. It is `disk.bytes_per_folder` or, if that is not set, a share of the free
-    space. Folders on the same file system divide its share among them.
+    """Returns the number of bytes that one of `units` units on this node may fill in each folder. The number is the
+    same for all folders, because blocks are striped over them. It is `disk.bytes_per_folder` or, if that is not set, a
+    share of the free space. Folders on the same file system divide the file system's share among them.
 
     Bytes that flexkv's units already hold in a folder count as free, so that the size does not shrink with every start;
     but a unit cannot get the bytes of other units. If `disk.bytes_per_folder` is not set, this creates missing folders.
@@ -113,7 +113,8 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """How many bytes of a file system a unit may fill. The result is never more than the unit can get.
+    """Returns the number of bytes of a file system that a unit may fill. The result is never more than the unit can
+    get.
 
     Args:
         free: free bytes of the file system.
@@ -128,14 +129,14 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """How many bytes all slabs together may have so that headers and index also fit on the file system, which has
-    `free` bytes left. The result is at least `own`, the bytes that the slabs already hold.
+    """Returns the maximum number of bytes of all slabs together with which headers and index also fit on the file
+    system, which has `free` bytes left. The result is at least `own`, the bytes that the slabs already hold.
     """
     return max(own, free + own - room_beside(free + own))
 
 
 def room_beside(total: int) -> int:
-    """How many bytes headers and index take at most if they and the slabs have `total` bytes together."""
+    """Returns the maximum number of bytes of headers and index if they and the slabs have `total` bytes together."""
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
@@ -252,7 +253,7 @@ def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
 
 
 def nearest_there(path: Path) -> Path:
-    """The path itself if it exists, else the nearest folder above it that does."""
+    """The path itself if it exists, else the nearest folder above it that exists."""
     return next(at for at in (path, *path.parents) if os.path.exists(at))
 
 

@@ -41,7 +41,7 @@ from flexkv.storage.weights_name import WEIGHTS_NAME, read_weights
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""How many problems of one kind a printed report lists. The report only counts the rest."""
+"""Maximum number of problems of one kind that a printed report lists. The report only counts the rest."""
 
 
 @dataclass(slots=True)

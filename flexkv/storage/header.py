@@ -248,7 +248,8 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
 
 
 def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """
+    """Returns the fields of a header whose digest has matched, and the slab's groups by number.
+
     Raises:
         ValueError, GeometryError, ConfigError: the header has impossible content.
     """

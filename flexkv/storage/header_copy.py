@@ -1,4 +1,4 @@
-"""Keeps a copy of a slab's header in a file beside the slab, so that a flipped bit in one of the two loses no page."""
+"""Keeps a copy of a slab's header in a file beside the slab, so that a flipped bit in the header loses no page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def write_copy(slab: Path, raw: bytes) -> None:
 
 
 def _whole(path: Path) -> FoundHeader:
-    """
+    """Reads and verifies the header in one file, a slab or a copy.
+
     Raises:
         DamagedHeaderError, DiskError: see `find_header`.
     """

@@ -127,7 +127,8 @@ class SlotIndex:
             self._load_rows(group)
 
     def _take_meta(self, meta: dict[str, MetaValue]) -> None:
-        """
+        """Checks the meta values of the database, and takes over the epoch, the count of openings and the slab ids.
+
         Raises:
             DamagedIndexError: `meta` is damaged.
             OtherVersionError: the format has another version. The digest of `meta` is not checked then, because another
@@ -146,7 +147,8 @@ class SlotIndex:
         self._slab_ids = [meta.get(f"slab{group}") for group in range(len(self.slots))]
 
     def _number(self, name: str, most: int) -> int:
-        """
+        """Returns the meta value with this name.
+
         Raises:
             DamagedIndexError: the value is not a number in [0, most].
         """
@@ -156,7 +158,8 @@ class SlotIndex:
         return value
 
     def _load_rows(self, group: int) -> None:
-        """
+        """Reads the rows of one slab from the database.
+
         Raises:
             DamagedIndexError: chunks are missing or damaged.
         """
@@ -236,7 +239,8 @@ class SlotIndex:
         used_ms: int,
         group: int = 0,
     ) -> None:
-        """Enters pages of a KV group; the next `commit` makes them durable. The last page for a slot wins."""
+        """Enters pages of a KV group in the rows of their slots. The next `commit` makes them durable. If a slot occurs
+        more than once, its last page counts."""
         rows = self.rows[slab]
         rows["key"][slots] = keys
         rows["generation"][slots] = generations
@@ -328,7 +332,8 @@ class SlotIndex:
         self._written = self._named()
 
     def _commit(self) -> None:
-        """
+        """Writes the changed chunks and the meta values in one transaction.
+
         Raises:
             DamagedIndexError, FullDiskError, DiskError: see `index_trouble`; nothing was committed.
         """

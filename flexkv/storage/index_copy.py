@@ -54,7 +54,8 @@ def copy_files(folder: Path, to: Path) -> None:
 
 
 def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
-    """How many pages of each KV group the folder's index lists, by the group's number. Leaves out groups without pages.
+    """Returns the number of pages of each KV group that the folder's index lists, by the group's number. Leaves out
+    groups without pages.
 
     Args:
         slots: number of slots of each slab, by the slab's number.

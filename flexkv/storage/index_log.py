@@ -33,8 +33,8 @@ WORDS = {0: "<u4", 1: ">u4"}
 
 
 def log_damage(path: Path) -> str:
-    """What is wrong with the log at `path`. Empty if the log is undamaged, ends in the middle of a write, or does not
-    exist.
+    """Returns a text about the damage of the log at `path`. The text is empty if the log is undamaged, ends in the
+    middle of a write, or does not exist.
 
     Algorithm: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 

@@ -32,12 +32,13 @@ from flexkv.storage.striping import Slots, striped_slots
 logger = logging.getLogger(__name__)
 
 USE_FLUSH_S = 5.0
-"""How many seconds an idle journal waits before it writes which pages were used. A crash may lose the order of uses
-that are not written yet.
+"""Number of seconds that an idle journal waits before it writes which pages were used. A crash may lose the order of
+uses that are not written yet.
 """
 
 USE_FLUSH_CHUNKS = 512
-"""How many chunks of a slab (2 MiB) a commit writes at most only because of uses, so that uses cost the disk little."""
+"""Maximum number of chunks of a slab (2 MiB) in a commit in which only uses have changed. The limit keeps the disk's
+work for records of uses small."""
 
 RETRIES = 5
 RETRY_S = 0.2
@@ -106,7 +107,7 @@ class Use:
 
     @property
     def rows(self) -> int:
-        """How many of the places lie on this disk, estimated: an equal share, rounded up."""
+        """Estimated number of the places that lie on this disk: an equal share, rounded up."""
         return -(-len(self.places) // self.disks)
 
     def slots(self, most: int) -> Slots:
@@ -191,15 +192,15 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use does not wake the thread, because waking it would cost the caller time. The thread takes it together
-            # with the next record of another kind, or at its next turn.
+            # A use does not wake the thread, because waking it would cost the caller time. The thread takes the use
+            # together with the next record of another kind, or when it wakes by itself.
             if not is_use:
                 self._lock.notify()
         return True
 
     @property
     def room(self) -> int:
-        """How many more rows the journal would accept now."""
+        """Number of further rows that the journal would accept now."""
         with self._lock:
             return self._most_rows - self._waiting_rows
 

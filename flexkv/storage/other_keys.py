@@ -47,7 +47,7 @@ class KeyedUnit:
 
     @property
     def name(self) -> str:
-        """The unit's name as `flexkv disk drop` takes it."""
+        """The unit's name in the form that `flexkv disk drop` accepts."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
 

@@ -24,7 +24,8 @@ from flexkv.transfer.host_pool import HostPool
 DIGEST = np.dtype("<u8")
 
 WRITE_S = 1.0
-"""How many seconds a close waits for a page that is being copied to its host slot. A copy takes milliseconds."""
+"""Maximum number of seconds that a close waits for a page that is being copied to its host slot. A copy takes
+milliseconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class PageReader(ABC):
 
     @abstractmethod
     def _bring(self, op: TransferOp, page: int) -> str:
-        """Reads one page of an op into the page's host slot. Returns why that failed; empty if it did not.
+        """Reads one page of an op into the page's host slot. Returns the reason if that fails; empty if it succeeds.
         Implementations hold `_writing` while they write the slot, and write nothing if the reader is down.
         """
 

@@ -82,7 +82,7 @@ def open_peer_folders(
 
     Args:
         group: this unit's KV group.
-        heads: heads of K and V on one rank; 0 if the cache is not made of heads of K and V.
+        heads: number of KV heads on one rank; 0 if the group's blocks have no heads.
     """
     fingerprint = identity.fingerprint.hex()[:DIGEST_DIGITS]
     found = []
@@ -120,7 +120,7 @@ def rewrites_of(
     """Returns, for each KV group, the conversions of the other unit's stripes to this unit's encoding.
 
     Args:
-        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
+        heads: per group, the number of KV heads on one rank; 0 if the group's blocks have no heads.
 
     Raises:
         GeometryError: no exact conversion exists, or the groups' rules differ. The message says why and, if there are
@@ -165,7 +165,8 @@ def _encoding(group: DiskGroup, rank: int, heads: int) -> PageEncoding:
 
 
 def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
-    """
+    """Opens another unit's slab, and reads the rows of its folder's index.
+
     Raises:
         DiskError: the folder belongs to another model, is in use, damaged or unreadable, or its KV group is not plain.
         GeometryError: its pages cannot be converted exactly.
@@ -175,7 +176,8 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
         raise DiskError("it holds pages of a KV group with a rule or signature of its own")
     rows, epoch = _rows(path.parent, peer.slab, peer.header.slab_id, peer.codec, peer.slab.row[3])
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # If the folder's unit has begun a new epoch since `_rows`, the digest is that of the new epoch's weights.
+    # If the folder's unit has begun a new epoch since `_rows`, the digest is that of the new epoch's weights, not that
+    # of the weights with which the pages in `rows` were computed.
     return replace(peer, rows=rows, epoch=epoch, weights=weights if of_epoch == epoch else b"")
 
 
@@ -186,7 +188,7 @@ def open_slab(
 
     Args:
         ours: this unit's KV groups.
-        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
+        heads: per group, the number of KV heads on one rank; 0 if the group's blocks have no heads.
 
     Raises:
         DiskError: the slab belongs to another model, is damaged, or unreadable.

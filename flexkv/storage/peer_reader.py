@@ -23,7 +23,8 @@ from flexkv.transfer.host_pool import HostPool
 class PeerReader(PageReader):
     """Carries out DISK_READ ops whose places are those of `PeerPages`.
 
-    A page is copied to its host slot only after its trailer has matched the op's tag, and every run its digest.
+    A page is copied to its host slot only after its trailer has matched the op's tag and every run has matched its
+    digest.
 
     Args:
         folders: the folders of `PeerPages`, in the same order.
@@ -51,7 +52,8 @@ class PeerReader(PageReader):
     def _take(
         self, peer: PeerFolder, group: int, image: mmap.mmap, theirs: int, asked: TagFields, slot: int
     ) -> str:
-        """Reads, verifies and converts one page, which must match `asked`. Returns why it failed; empty if it did not.
+        """Reads, verifies and converts one page, which must match `asked`. Returns the reason if that fails; empty if
+        it succeeds.
 
         Args:
             image: buffer for the page as the other unit encodes it.

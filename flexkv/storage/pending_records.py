@@ -14,7 +14,7 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """Passes records to a journal, and keeps those that it does not accept until the journal has space. At most one
+    """Passes records to a journal. Keeps the records that the journal rejects until the journal has space. At most one
     publish and one eviction per slot of the disk are kept, which bounds the size.
 
     Allocates its arrays when the journal first rejects a record, so that a journal that keeps up costs no memory.
@@ -23,8 +23,8 @@ class PendingRecords:
         slots: number of slots of each slab on this disk.
 
     Attributes:
-        pages: how many pages have a pending publish.
-        evictions: how many evictions are pending. Until they are flushed, the index on disk lists pages that are gone.
+        pages: number of pages with a pending publish.
+        evictions: number of pending evictions. Until they are flushed, the index on disk lists pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class PendingRecords:
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Passes a publish to the journal. Returns whether the journal accepted it. A rejected one stays pending,
+        """Passes a publish to the journal. Returns whether the journal accepted it. A rejected publish stays pending,
         unless the journal has failed.
         """
         self.settle(record.slab, record.slots)

@@ -17,7 +17,7 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.tags import TAG
 
 THREADS = 8
-"""How many threads read at once. Eight reach most of the rate at which an NVMe drive reads 4 KiB."""
+"""Number of threads that read at once. Eight reach most of the rate at which an NVMe drive reads 4 KiB."""
 
 BATCH_SLOTS = 1024
 

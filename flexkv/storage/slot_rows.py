@@ -38,7 +38,8 @@ page.
 """
 
 PLACE = struct.Struct("<II")
-"""Slab number and chunk number. A chunk's digest covers both, so that a chunk in the wrong place counts as damaged."""
+"""Slab number and chunk number. A chunk's digest covers both numbers, so that a chunk in the place of another chunk
+counts as damaged."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 

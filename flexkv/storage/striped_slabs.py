@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 NO_EVENTS = DiskEvents()
 
 FLUSH_POLL_S = 0.005
-"""How many seconds pass between the attempts of `close` to flush pending records to a full journal. A group commit
-takes about as long.
+"""Seconds between two attempts of `close` to flush pending records to a full journal. A group commit takes about as
+long.
 """
 
 
@@ -102,7 +102,7 @@ class StripedSlabs(Volumes):
     ) -> StripedSlabs:
         """Opens or creates the unit's slabs in each of `folders`, one per disk.
 
-        A disk that cannot be opened counts as lost, and `poll` says why. The other disks are used.
+        A disk that cannot be opened counts as lost, and `poll` returns the reason. The other disks are used.
 
         Args:
             wrapper: wraps the I/O queues through which the lane reads and writes; None if they need no wrapper.

@@ -1,5 +1,5 @@
-"""Records with which weights a folder's pages were computed. A file beside the index contains a 32-byte digest of the
-whole content of the weights, which is called their name, and the epoch of these pages.
+"""Records the weights with which a folder's pages were computed. A file beside the index contains the name of the
+weights, which is a 32-byte digest of their whole content, and the epoch of these pages.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Lookup:
     """Looks requests up for `match` and `prefetch`.
 
     Args:
-        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number.
 
     Attributes:
         same_blocks: whether all groups are FULL groups with blocks of one size, and a hit may end after each block.

@@ -47,7 +47,7 @@ class Promises:
     """Makes and ends the promises and waits of one manager's requests.
 
     Args:
-        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number.
 
     Attributes:
         lookup: finds the pages that may be promised.

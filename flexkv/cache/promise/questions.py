@@ -25,7 +25,7 @@ class Questions:
 
     Args:
         choice: decides whether pages would arrive sooner than the engine computes them.
-        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number.
 
     Attributes:
         any: whether there is a tier that must be asked which pages it has.

@@ -34,7 +34,7 @@ class Boundaries:
     """The boundaries of one engine: lengths at which hits on its requests may end.
 
     Args:
-        alignment_tokens: the number of tokens of every hit is a multiple of it.
+        alignment_tokens: the number of tokens of every hit is a multiple of this number.
         checkpoint_tokens: tokens from one checkpoint to the next, rounded up to a multiple of the alignment; None for
             the default.
 
