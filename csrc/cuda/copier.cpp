@@ -234,7 +234,7 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
   // A page to be loaded is complete in host memory before its op starts, so the driver may read it at any
   // time. A store's source is written by work that the stream waits for, so it must be read in stream order.
   attributes.order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
-  size_t first = 0;  // the attributes apply from this copy on, thus to all copies
+  size_t first = 0;  // the attributes apply from copy 0 on, so to all copies
   const Driver& driver = device_->driver();
   Code code = kSuccess;
   if (driver.batch_13000 != nullptr) {

@@ -55,8 +55,8 @@ class CopyStream {
 
   // The words in which a kernel on this stream counts its stages.
   StageWords stage_words() const;
-  // Call after the launch of a kernel that counts `stages` stages. Returns the value of StageWords::passed
-  // before the first of these stages is counted; the value wraps around.
+  // Call after the launch of a kernel that counts `stages` stages. Returns the value that StageWords::passed
+  // has before the kernel counts its first stage; the value wraps around.
   uint32_t count_stages(int32_t stages) {
     return std::exchange(stages_, stages_ + static_cast<uint32_t>(stages));
   }

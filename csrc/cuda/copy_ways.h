@@ -43,7 +43,7 @@ inline constexpr size_t kLaunchesInFlight = 2;
 // engine ends with a small copy to the host, which waits for one portion of a store: 0.05 ms, or 0.1 ms if
 // portions were twice as large.
 inline constexpr std::array<int64_t, 2> kPortionBytes = {4 << 20, 2 << 20};
-// Unit: copies. The maximum number of copies in a portion, however short the copies are.
+// Unit: copies. The maximum number of copies in a portion, even if the copies are short.
 inline constexpr size_t kPortionCopies = 256;
 // Unit: bytes. Longer copies to the host are cut to this length, so that the copy engine can serve another
 // stream between two of them: behind two copies of several MiB, small copies of the inference engine waited

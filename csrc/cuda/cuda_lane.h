@@ -26,8 +26,8 @@ class CudaLane : public Lane {
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // There is no limit, so stuck items never take down both directions: if the items of one direction are
-  // stuck, those of the other may still move.
+  // There is no limit, so stuck items of one direction never take down the opposite direction, whose items
+  // may still move.
   int32_t concurrency() const override { return INT32_MAX; }
   // Items are large enough for the thread to prepare the next copies early. A more urgent op waits for two
   // such items, about 3 ms.

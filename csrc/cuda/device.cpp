@@ -77,7 +77,7 @@ Device::~Device() {
   driver_.primary_context_release(number_);
 }
 
-// If the driver refuses, as it does for a mode that it does not know, the thread keeps its mode.
+// If the driver refuses the mode, for example because it does not support it, the thread keeps its mode.
 RelaxedCapture::RelaxedCapture(const Driver& driver)
     : driver_(driver), exchanged_(driver.exchange_capture_mode(&before_) == kSuccess) {}
 

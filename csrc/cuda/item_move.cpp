@@ -169,7 +169,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   return now_ = part;
 }
 
-// Gives the page the result `why`; the page ends when none of its copies is in flight.
+// Marks a page as failed with the result `why`. The page ends when none of its copies is in flight.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = std::make_unique<MoveResult>(why);

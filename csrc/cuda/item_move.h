@@ -63,8 +63,8 @@ class ItemMove {
   // `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // Records that the part has ended. Finishes those of its pages that are completely copied or bad, and that
-  // no other part in flight contains.
+  // Records that the part has ended. Finishes pages of the part that are completely copied or bad, unless
+  // another part in flight contains them.
   void end(const Part& part);
 
   // The pages that have ended since the last call, with their results.

@@ -242,8 +242,8 @@ void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
   if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
 }
 
-// Enqueues one portion of an op that the engine's stream waits for, however much is in flight. Returns false
-// if there is none.
+// Enqueues one portion of an op that the engine's stream waits for, without a limit on portions in flight.
+// Returns false if there is no such op.
 bool LaneDirection::enqueue_expedited(WorkSource& source) {
   for (const auto& move : moves_) {
     if (!move->item()->expedited() || !move->may_enqueue()) continue;

@@ -1,8 +1,8 @@
 // One direction of a GPU's lane: a thread that takes work items, enqueues their copies, and finishes pages
 // whose copies have ended. The copy engine gets portions of limited size, so that it serves other streams
 // between them; kPortionsInFlight of them are in flight. The kernel gets larger portions, up to the limits in
-// copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once, however much is
-// in flight. When a portion is due, the thread polls for its end in a loop that does not call the driver. A
+// copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once, without these
+// limits. When a portion is due, the thread polls for its end in a loop that does not call the driver. A
 // portion that is late probably waits behind the engine's work, so the thread then polls only from time to
 // time.
 #pragma once

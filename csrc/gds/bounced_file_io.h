@@ -1,5 +1,5 @@
-// File I/O for memory that the inner I/O cannot reach. The inner I/O uses a buffer in plain memory, and a
-// copy by the device moves the bytes between that buffer and the memory.
+// File I/O for memory that the inner I/O cannot reach. The inner I/O uses a buffer in plain memory, and the
+// device copies the bytes between that buffer and the call's memory.
 #pragma once
 #include <memory>
 

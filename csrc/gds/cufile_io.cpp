@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. How much a probing read of looks() reads at most. It is far larger than `posix_gds_min_kb`,
+// Unit: bytes. The maximum that a probing read of looks() reads. It is far larger than `posix_gds_min_kb`,
 // the size below which cuFile makes POSIX calls.
 constexpr int64_t kLookBytes = int64_t{1} << 20;
 

@@ -13,7 +13,7 @@ constexpr int32_t kDriverAlreadyOpen = 5026;
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
 // The bit of feature_flags that reports PCI P2PDMA, since cuFile 1.16.
 constexpr uint32_t kP2pSupported = 1u << 4;
-// How many kinds of file systems cuFile may know: the numbers of CUfileDriverStatusFlags are below this.
+// How many kinds of file systems cuFile may support: the numbers of CUfileDriverStatusFlags are below this.
 constexpr int32_t kFileSystems = 16;
 // Bits of a file system's CUfileP2PFlags: PCI P2PDMA, and chip to chip.
 constexpr int32_t kP2pDma = 1 << 0;
@@ -25,7 +25,7 @@ int32_t all_p2p_flags(const CufileTable& table) {
   int32_t all = 0;
   for (int32_t system = 0; system < kFileSystems; ++system) {
     int32_t flags = 0;
-    // For a file system that it does not know, cuFile returns an error, which counts as no flags.
+    // For a file system that cuFile does not support, it returns an error, which counts as no flags.
     if (table.p2p_flags(system, &flags).code == 0) all |= flags;
   }
   return all;
@@ -55,7 +55,7 @@ std::string cufile_version_text(int32_t version) {
 }
 
 Cufile::Cufile(const CufileTable& table, int64_t pinned_bytes) : table_(table) {
-  // If cuFile refuses this number, for example because it is not a multiple of 4 KiB, cuFile's own limit
+  // If cuFile refuses the new limit, for example because it is not a multiple of 4 KiB, cuFile's own limit
   // remains.
   if (pinned_bytes > kCufilePinnedBytes && table_.set_max_pinned_kib != nullptr) {
     table_.set_max_pinned_kib(static_cast<size_t>(pinned_bytes / kIoAlignBytes * (kIoAlignBytes / 1024)));

@@ -62,7 +62,7 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
 }
 
 CufileStatistics::~CufileStatistics() {
-  // If cuFile refuses one of these calls, it continues to count, which is harmless.
+  // If cuFile refuses one of the calls below, it continues to count, which is harmless.
   if (started_) static_cast<void>(table_.stop());
   if (level_before_) static_cast<void>(table_.set_level(*level_before_));
 }

@@ -33,8 +33,8 @@ class CufileWatch {
   std::optional<CufileOps> begin();
   // Returns the route of a call on `file`. `before` is what begin() returned. `moved` says whether the call
   // moved bytes, because cuFile does not count a call that moved none. For memory that is not registered,
-  // `file` is null: such a call is bounced, because its DMA ends in one of cuFile's buffers, and it shows
-  // nothing about the file.
+  // `file` is null: a call on such memory is bounced, because its DMA ends in one of cuFile's buffers. It
+  // shows nothing about the file's route.
   IoRoute end(const std::optional<CufileOps>& before, const Route& file, bool moved);
   // The number of calls so far, by route.
   CufileCalls calls() const;

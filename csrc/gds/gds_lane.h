@@ -51,8 +51,8 @@ class GdsLane : public Lane {
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
   // Registers the memory of `view`, through which the group's pages will move, and allocates the staging that
-  // these pages need. Throws ContractError if there is no such group, GeometryError if the view's runs are
-  // not those of the slabs, and CapacityError, which says which setting to change.
+  // these pages need. Throws ContractError if there is no such group, GeometryError if the view's runs differ
+  // from the slabs' runs, and CapacityError, which says which setting to change.
   void reserve_staging(int32_t group, const KvView& view);
   // release_pool() and restore_pool() call the functions of GDSManager that have the same names.
   // Precondition: no op is in flight.

@@ -103,7 +103,7 @@ void GDSManager::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
   for (TransferControl* control : running_) control->cancel();
-  // A transfer ends when its I/O has finished, or gives up after stuck_s.
+  // Each running transfer ends when its I/O has finished, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
   // Each file is closed when its last reference is dropped: I/O that hangs holds references to everything

@@ -69,10 +69,10 @@ class FLEXKV_EXPORT GDSManager {
 
   // Moves pages, and returns when none of their bytes can move any more. Transfers that use the manager's own
   // staging run one at a time. `staging`, if not null, is used instead of the manager's own staging, and must
-  // be large enough for one block. `force_direct` makes one call per piece, whatever the options say. Throws
-  // ClosedError if the manager is closed, CapacityError if staging is too small or cannot be allocated, and
-  // BlockRangeError if a file does not exist, two pages are read into one block, or two pages are written to
-  // one place.
+  // be large enough for one block. With `force_direct`, each piece moves directly in one call, even if the
+  // options say otherwise. Throws ClosedError if the manager is closed, CapacityError if staging is too small
+  // or cannot be allocated, and BlockRangeError if a file does not exist, two pages are read into one block,
+  // or two pages are written to one place.
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
                           const TransferHooks& hooks = {});

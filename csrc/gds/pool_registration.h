@@ -76,7 +76,7 @@ class PoolRegistrations {
   void release();
   // Registers again what release() has deregistered.
   void restore();
-  // Whether restore() or retry() has something to register before the next transfer.
+  // Whether restore() or retry() has a region to register before the next transfer.
   bool waits() const;
   // Registers the regions that add() postponed because no call had been observed to go directly, if one has
   // been observed since.

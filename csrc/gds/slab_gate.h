@@ -31,7 +31,7 @@ class SlabGate : public PageGate {
   std::string digested(int32_t position, const std::byte* digests) override;
   void ended(int32_t position) override { on_end_(position); }
 
-  // Why the gate refused a page; kNone if it did not.
+  // Why the gate refused a page; kNone if it did not refuse the page.
   PageMiss miss(int32_t position) const { return misses_[static_cast<size_t>(position)]; }
   std::vector<uint64_t> take_digests(int32_t position) {
     return std::move(digests_[static_cast<size_t>(position)]);

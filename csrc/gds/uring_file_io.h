@@ -18,7 +18,8 @@ inline constexpr int32_t kRingDepth = 32;
 // calls.
 class UringFileIo : public FileIo {
  public:
-  // `wrap`, if set, decorates each thread's ring. It is called with disk number 0.
+  // `wrap`, if set, is called with each thread's ring and disk number 0, and returns the queue that the
+  // thread uses instead.
   explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
   std::string name() const override { return "io_uring"; }
   IoOutcome transfer(const IoCall& call) override;

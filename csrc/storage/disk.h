@@ -60,7 +60,8 @@ struct PageTask {
 class Disk {
  public:
   // `wrap` wraps the I/O queue in a queue that a test provides; it may be null. `on_change` is called after
-  // queued() has fallen or the disk was lost. Any thread may make this call, and holds no lock while it does.
+  // queued() has fallen or the disk was lost. Any thread may call `on_change`, and holds no lock during the
+  // call.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
@@ -68,7 +69,7 @@ class Disk {
   // Queues tasks. If the disk is lost, reports their pages as LANE_DOWN to `source` at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // The lane gives a disk more pages only while fewer than this many are queued.
+  // The lane queues more pages on a disk only while fewer than this many are queued.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
@@ -97,8 +98,8 @@ class Disk {
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
-  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros. In
-  // the last case ZeroFill has its own references to the files, so that they stay open.
+  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros. If
+  // it hangs, the files stay open, because ZeroFill has references of its own.
   void close_files() { slabs_.clear(); }
 
  private:

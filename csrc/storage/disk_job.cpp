@@ -24,11 +24,11 @@ namespace {
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// How long a full disk is left alone before a write that needs space is tried again. During this pause its
-// pages can be read, and slots with allocated space can be written.
+// How long the disk lane waits after a disk was full before it tries a write that needs space again. During
+// this pause its pages can be read, and slots with allocated space can be written.
 constexpr std::chrono::seconds kFullPause{2};
 
-// Whether this error means that the disk cannot be used any more, whatever the slot.
+// Whether this error means that no slot of the disk can be used any more.
 bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }

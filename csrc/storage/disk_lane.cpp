@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kMostQueuedPages = 65536;
 // Unit: checks. A disk counts as hung if its oldest job stays the same for this many checks. Checks are
 // counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The
-// watchdog of the transfer engine has a constant of the same name and purpose.
+// transfer engine's watchdog has a constant with the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
 // Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds, or for this time if
 // `stuck_s` is smaller.
@@ -259,7 +259,7 @@ void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
 
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
-  // Joins the dispatcher's thread first, because it tells the threads of the disks to stop.
+  // Joins the dispatcher's thread first, because that thread stops the disks' threads.
   for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
   // All disks have the same deadline, so that the waits for several hung disks do not add up.
   const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));

@@ -20,7 +20,7 @@ inline constexpr uint32_t kPageVersion = 1;
 // first.
 //
 // If the fields change:
-// - Raise kPageVersion; folders of other versions are left alone. Raise VALUE_VERSION in
+// - Raise kPageVersion; flexkv does not use folders of other versions. Raise VALUE_VERSION in
 //   flexkv/remote/values.py, because values in a store have the same trailer. A test in
 //   tests/unit/storage/test_pages.py contains both versions.
 // - Change HEAD and DIGEST_AT in flexkv/cli/remote/stored_value.py, which also parses the trailer, and the

@@ -79,8 +79,8 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Starts the crew's threads that do not run yet. If the system refuses one, this gives up until the next job.
-// Precondition: the caller holds the lock.
+// Starts the crew's threads that do not run yet. If the system refuses a thread, this function returns, and
+// the next job tries again. Precondition: the caller holds the lock.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {
     while (!shared->ending && shared->threads.size() < shared->most) {

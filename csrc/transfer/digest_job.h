@@ -10,9 +10,9 @@
 
 namespace flexkv {
 
-// Unit: bytes. The approximate size of a share, whose digests take about 20 us. This is long enough that
-// taking a lock twice costs little in comparison, and short enough that a few MiB keep several threads busy
-// to the end.
+// Unit: bytes. The approximate size of a share, whose digests take about 20 us. A share is long enough that
+// taking a lock twice costs little in comparison. It is short enough that a job of a few MiB keeps several
+// threads busy until it ends.
 inline constexpr int64_t kDigestShareBytes = int64_t{256} << 10;
 
 enum class DigestWork { kCheck, kWrite };

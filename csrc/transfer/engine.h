@@ -21,7 +21,7 @@
 namespace flexkv {
 
 struct EngineOptions {
-  int32_t queue_ops = 1024;  // queue entries per (kind, priority); an op has one until its result is polled
+  int32_t queue_ops = 1024;  // queue entries per (kind, priority); an op takes one until its result is polled
   int32_t copy_threads = 1;  // number of threads for host copies, shared by both directions
   double op_stuck_s = 30.0;  // a work item is stuck after this long without progress; <= 0: never
 };

@@ -19,7 +19,7 @@ constexpr size_t kLineBytes = 64;
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Among the distances from 256 to 4,096, this was the
 // best on a Zen 3 core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB
-// memory pages, where the hardware prefetcher does not yet know the access pattern.
+// memory pages, where the hardware prefetcher has not yet detected the access pattern.
 constexpr size_t kPrefetchBytes = 512;
 
 // The remainder of a run that is being copied. `next`: the run that will be read after it; may be null.

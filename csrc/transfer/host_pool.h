@@ -66,8 +66,9 @@ class HostPool {
   // available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
   // Returns the pool itself in the process that made it; in other processes maps it and returns a new object.
-  // Throws ClosedError if the pool is closed or the address now refers to something else, GeometryError if
-  // the pool has a different geometry than the address, and CapacityError if it cannot be mapped.
+  // Throws ClosedError if the pool is closed or the address now refers to a different process or file,
+  // GeometryError if the pool has a different geometry than the address, and CapacityError if it cannot be
+  // mapped.
   static std::shared_ptr<HostPool> attach(const PoolAddress& address);
   ~HostPool();
   HostPool(const HostPool&) = delete;

@@ -50,7 +50,7 @@ class WorkSource {
   // pages. The call is optional, and only for stages before the last.
   virtual void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) = 0;
   // Finishes a work item with one result per position. The lane calls this after the item's last byte has
-  // stopped moving. It must finish every item that it has taken.
+  // stopped moving. The lane must finish every item that it has taken.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
   // Finishes some pages of a work item, given by their index in positions(). Lanes whose pages finish one by
   // one call this instead of finish(). Every page must be finished exactly once.
@@ -58,7 +58,8 @@ class WorkSource {
                             const std::vector<MoveResult>& results) = 0;
 };
 
-// A part of the transfer engine that executes the ops of some kinds. It is given to the engine's constructor.
+// A part of the transfer engine that executes the ops of some kinds. Callers pass lanes to the engine's
+// constructor.
 class Lane {
  public:
   virtual ~Lane() = default;

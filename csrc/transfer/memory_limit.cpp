@@ -43,7 +43,7 @@ bool names(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-// Lowers `limit` to the least memory that is left in any control group from `path` up to the root of its
+// Lowers `limit` to the least memory that is left in any control group from `path` up to the root of the
 // hierarchy.
 void apply_groups(MemoryLimit& limit, const std::string& hierarchy, std::string path, const char* max_name,
                   const char* usage_name, const char* reclaimable_name) {

@@ -9,7 +9,8 @@
 
 namespace flexkv {
 
-// The random identity of a pool. It shows when a pid or descriptor number was reused for something else.
+// The random identity of a pool. It shows whether a pid or descriptor number was reused for a different
+// process or file.
 using PoolToken = std::array<uint8_t, 16>;
 
 struct PoolHeader {

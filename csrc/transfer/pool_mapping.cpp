@@ -95,8 +95,8 @@ PoolMapping PoolMapping::memfd(int64_t bytes, bool huge_pages) {
       try {
         return map(round_up(bytes, kHugePageBytes), fd, PageSource::kHugetlb);
       } catch (const CapacityError&) {
-        // Another process has taken the reserved huge pages meanwhile, so the code below uses ordinary shared
-        // memory.
+        // Another process has taken the reserved huge pages after the check, so the code below uses ordinary
+        // shared memory.
       }
     }
   }

@@ -16,8 +16,9 @@ class Registrar {
   virtual void remove(void* base) = 0;
 };
 
-// How often the registration of refused pieces is tried again. The default values retry for a minute, after
-// which temporary causes are gone: locked memory of a process that is exiting, or a driver that is starting.
+// How often the registration of refused pieces is tried again. With the default values, retries go on for a
+// minute. Temporary causes are usually gone after that time: for example, another process that still exits
+// and has locked memory, or a driver that still starts.
 struct PinRetries {
   int32_t tries = 6;         // number of retries
   double first_pause_s = 1;  // seconds before the first retry; the pause doubles before each further one

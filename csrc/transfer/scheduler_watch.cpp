@@ -1,5 +1,5 @@
-// The scheduler's periodic checks. One looks for work items that hang, the other for slots that other
-// transfer engines' reads have filled.
+// The scheduler's periodic checks. One check looks for work items that hang. Another check looks for slots
+// that reads of other transfer engines have filled.
 #include <utility>
 
 #include "transfer/scheduler.h"

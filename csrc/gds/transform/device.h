@@ -60,7 +60,7 @@ class TransformDevice {
   // Returns why a transform cannot access this memory, or an empty string if it can.
   virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;
   // Returns the transformer of one transfer. Its batches start after `fence` or, if that is null, after the
-  // work that the engine has enqueued so far. They see the bytes that this work has written.
+  // work that the engine has enqueued so far. The batches see the bytes that this work has written.
   virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
                                                    StreamEvent* fence = nullptr) = 0;
   // Sleeps until the engine's work has reached `fence` or, if that is null, until the work that the engine
@@ -78,7 +78,8 @@ std::shared_ptr<TransformDevice> host_transform_device();
 // model. Together they transform more than 100 GB/s (docs/gpu-results.md), far more than disks deliver.
 inline constexpr int kTransformBlocks = 8;
 
-// How many multiprocessors transforms use: a few, so that the model has the others, or all, for measurements.
+// How many multiprocessors transforms use: a few, so that the model can use the others; or, for measurements,
+// all.
 enum class TransformGrid { kBesideModel, kWholeDevice };
 
 // Returns the device of GPU `number`. It uses streams of its own, which wait for `engine_stream` (a
