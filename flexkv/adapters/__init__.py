@@ -1,1 +1,2 @@
-"""One adapter per engine: block tables in, transfer graphs out. No engine is imported outside its own adapter."""
+"""One adapter per engine. An adapter turns the engine's block tables into transfer graphs. No module outside an adapter
+imports that adapter's engine."""

@@ -1,2 +1,2 @@
-"""Modules with the names of modules in another package called flexkv, because engines may import these names. A new
-engine needs no module here; its code belongs in `flexkv/adapters/`."""
+"""Modules that have the same names as modules of another package called flexkv, because engines may import these names.
+A new engine needs no module here; its code belongs in `flexkv/adapters/`."""

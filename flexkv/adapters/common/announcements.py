@@ -102,7 +102,7 @@ class _Page:
     waits: int = 0
 
     def entry(self, key: bytes) -> Entry:
-        """The page's entry in the book."""
+        """The page's entry in the event book."""
         return Entry(key, self.group, self.generation, self.record.packed())
 
 
@@ -135,8 +135,8 @@ class Announcements(CacheListener):
     when it is found in the book, which lists the pages that an earlier process left on disk.
 
     Args:
-        host: host memory.
-        disk: the unit's own disks; None if it has none.
+        host: the tier in host memory.
+        disk: the tier on the unit's own disks; None if the unit has none.
     """
 
     def __init__(self, host: Tier, disk: OwnDisks | None) -> None:
@@ -148,8 +148,8 @@ class Announcements(CacheListener):
         """Set of the media whose tiers were in use at the last call of `take`."""
         self._pages: dict[bytes, _Page] = {}
         self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
-        """Keys of pages to be announced, parents before their children. A page may have left the medium since it was
-        queued."""
+        """For each medium, the keys of pages to be announced, parents before their children. A page may have left the
+        medium since it was queued."""
         self._new = dict.fromkeys(MEDIA, 0)
         """Number of pages that this process's own stores and disk writes have added to each queue since the last
         `take`."""
@@ -204,7 +204,8 @@ class Announcements(CacheListener):
         return rows
 
     def note_present(self, group: int, keys: Keys) -> None:
-        """Records which pages of a store that has begun are in host memory or on disk already."""
+        """Records which of these pages are already in host memory or on disk. Called after a store of the pages has
+        begun."""
         rows = [row.tobytes() for row in keys]
         for medium, tier in self._tiers:
             if rows and tier.in_use:

@@ -71,7 +71,8 @@ HEAD = struct.Struct(f"<{KEY_BYTES}sIQI")
 
 
 class Entry(NamedTuple):
-    """An entry of the file: one page, which is on disk in this generation or a later one unless it has left the disks.
+    """An entry of the file. It states that a page was on disk in this generation. Since then, the page may have been
+    rewritten in a later generation, or may have left the disks.
 
     Attributes:
         key: the page's index key.
@@ -147,8 +148,8 @@ class EventBook:
         return found
 
     def put(self, entries: Iterable[Entry]) -> None:
-        """Queues entries for pages that came to the disks, which the thread writes to the file. If the queue is full,
-        entries are dropped."""
+        """Queues entries of pages that were written to the disks. The thread writes the entries to the file. If the
+        queue is full, entries are dropped."""
         self._put([(STORED, entry.packed()) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:

@@ -17,7 +17,7 @@ QUANTISED = ("fp8", "float8", "int8", "fp4", "mxfp")
 
 
 def is_quantised(*dtypes: object) -> bool:
-    """Whether one of the names is that of a dtype of quantised KV. With quantised KV, attention backends do not only
+    """Whether one of the names denotes a dtype of quantised KV. With quantised KV, attention backends do not only
     differ in the order of summation: some quantise the queries too."""
     return any(part in str(dtype).lower() for dtype in dtypes for part in QUANTISED)
 

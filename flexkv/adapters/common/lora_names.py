@@ -118,7 +118,7 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 class LoraNames:
-    """Names of the contents of adapters, one per path; each name is made when the path is first asked for.
+    """Names of the contents of adapters, one per path. Each name is made when `name` is first called for the path.
 
     To make a name, this class reads all of the adapter's weights and configuration while a request waits; the engine
     reads the same bytes to load the adapter. After the files have changed, it is unknown which content the engine

@@ -296,7 +296,7 @@ class RankOps:
         """
         self.poll()
         ends_s = time.monotonic() + wait_s
-        # Every op is first tried without waiting, because one slow op may use up the time.
+        # Each op is first checked without waiting, because one slow op may use up the time.
         behind = [
             (op, positions)
             for op_id, positions in reused.items()

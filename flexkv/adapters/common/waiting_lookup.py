@@ -21,7 +21,7 @@ def match_and_wait(
     poll: Callable[[], None],
     pause: Pause | None = None,
 ) -> MatchResult:
-    """Repeats a lookup until the tiers behind host memory have answered, or until `ends_s`.
+    """Repeats a lookup until it is complete in the tiers behind host memory, too, or until `ends_s`.
 
     Args:
         match: looks up the request (`CacheManager.match`).

@@ -2,8 +2,8 @@
 memory, queueing requests and publishing events. One of the hooks also gives separate keys to requests whose KV does not
 depend on their tokens alone.
 
-SGLang reports a flush to its caches, but not whether the weights change, and it does so only after releasing the pool's
-memory. Therefore flexkv uses SGLang's registry of hooks.
+SGLang reports a flush to its caches only after it has released the pool's memory, and does not report whether the
+weights change. Therefore flexkv uses SGLang's registry of hooks.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Place:
 
     @classmethod
     def of_this_process(cls) -> Place:
-        """
+        """The position of this process's rank.
+
         Raises:
             GeometryError: the engine has decode context parallelism.
         """

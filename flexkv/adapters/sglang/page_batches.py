@@ -157,8 +157,8 @@ class PageBatches:
             raise ClosedError("the storage was closed while a lookup waited for its disk")
 
     def _write_to_disk(self) -> None:
-        """The loop of a thread that, after a store, polls the cache until all writes to disk have finished, because no
-        further call may come. `close` ends the loop."""
+        """Runs in a thread of its own. After each store, polls the cache until all writes to disk have finished,
+        because SGLang may make no further call. `close` ends the loop."""
         while True:
             self._stored.wait()
             self._stored.clear()

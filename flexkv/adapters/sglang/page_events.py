@@ -58,7 +58,7 @@ class StoredPage:
     Attributes:
         of_caller: an event without hashes, tokens and medium, which all pages of a caller share.
         block_hash: the page's hash in events.
-        parent: the hash of the page before it in events; None for the first page of a prompt.
+        parent: the hash, in events, of the page before this one; None for the first page of a prompt.
         tokens: the page's tokens, in an array because a list would keep an object for each token. With EAGLE, the key
             consists of pairs of tokens, and the array holds one pair after the other.
     """

@@ -143,8 +143,8 @@ class FlexKVScheduler(SchedulerBase):
         return self.side.finished(request, only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
-        """Called when the engine declines the promised prompt tokens [start, end): all that were promised, or some at
-        either end."""
+        """Called when the engine declines the promised prompt tokens [start, end): all promised tokens, or some at
+        either end of their range."""
         self.side.cancel_load(_id_of(request), start, end)
 
     def request_reset(self, request: Any) -> None:

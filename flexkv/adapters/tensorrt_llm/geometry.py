@@ -75,7 +75,7 @@ def geometry_of_layout(layout: Any, arguments: EngineArguments) -> RankPool:
 
 
 def only_group(by_group: Sequence[Item]) -> Item:
-    """The only item of a list with one item per layer group.
+    """Returns the only item of a list that has one item per layer group.
 
     Raises:
         GeometryError: there is not exactly one layer group.

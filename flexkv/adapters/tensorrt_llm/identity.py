@@ -96,7 +96,7 @@ def _apart(arguments: EngineArguments, files: Mapping[str, Any]) -> dict[str, An
     """Everything on which the KV depends in addition to the other fields of `SharedModel`; empty if there is nothing.
 
     Args:
-        files: the content of the files beside the weights, by purpose; an empty content for none.
+        files: the content of the files beside the weights, by purpose; empty for a purpose without files.
     """
     found: dict[str, Any] = {"run": RUN.hex()} if arguments.random_weights else {}
     if arguments.attention:
@@ -107,7 +107,7 @@ def _apart(arguments: EngineArguments, files: Mapping[str, Any]) -> dict[str, An
     usual = {"load_format": (USUAL, "dummy"), "checkpoint_format": (None, "HF")}
     other = {name: settings.pop(name, None) for name in usual}
     found |= {name: value for name, value in other.items() if value is not None and value not in usual[name]}
-    # What is left selects kernels, some of which quantise their inputs if the weights are quantised.
+    # The remaining settings select kernels, some of which quantise their inputs if the weights are quantised.
     if (
         arguments.quant_algo != "None"
         or files["quantization"]

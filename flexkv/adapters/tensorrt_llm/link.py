@@ -149,8 +149,8 @@ class Listener:
         return received
 
     def admit(self, wire: Wire) -> None:
-        """Admits a connection as a rank's. If the connection has closed since its message arrived, `broken` reports
-        that."""
+        """Admits a connection as that of a rank. If the connection was closed after its message arrived, `broken`
+        reports the closing."""
         if wire in self._strangers:
             self._strangers.remove(wire)
         self._wires.append(wire)

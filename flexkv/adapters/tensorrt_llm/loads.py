@@ -58,8 +58,8 @@ class Loads:
         serve later lookups. Nothing is promised while ranks may still handle an earlier load of the request (see
         `RequestTracker.spent`).
         """
-        # The engine asks only for requests that hold no blocks, so tokens that were computed in earlier blocks do not
-        # count.
+        # The engine asks only for requests that hold no blocks, so tokens that were computed in blocks that the request
+        # has lost do not count.
         tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
         tracker.step_loaded = tracker.computed = 0
         tracker.prompt_tokens = len(tokens)
@@ -113,8 +113,8 @@ class Loads:
         wanted = blocks_of(taken, block_tokens)
         if not wanted:
             # If the engine declined the complete offer, or asked again and was promised nothing, it may still wait for
-            # a load; an empty load ends this wait. If instead a reset withdrew the promise, the engine would use KV
-            # that was never loaded, so its request must go on waiting.
+            # a load; an empty load ends this wait. If instead a reset withdrew the promise, an empty load would make
+            # the engine use KV that was never loaded, so the request must go on waiting.
             if not self.sync and (offer or (tracker.unsettled and tracker.told == 0)):
                 self._order(tracker, None)
             return

@@ -106,7 +106,7 @@ def tokens_of(blocks: range, block_tokens: int) -> range:
 
 
 def blocks_of(tokens: range, block_tokens: int) -> range:
-    """The range of blocks that contain any of a range of tokens."""
+    """The range of blocks that contain at least one token of a range."""
     if not tokens:
         return NO_BLOCKS
     return range(tokens.start // block_tokens, -(-tokens.stop // block_tokens))

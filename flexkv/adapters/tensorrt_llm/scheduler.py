@@ -83,9 +83,9 @@ class SchedulerSide:
         for said in named:
             tracker = self.ranks.requests.get(int(said.request_id))
             if tracker is not None and tracker.told is not None:
-                # When the engine schedules the request for the first time, the numbers here do not include the promised
-                # tokens. The engine does not say how many of those it accepted, so the larger of the two numbers is
-                # used, not the sum.
+                # When the engine schedules the request for the first time, `computed` does not include the promised
+                # tokens. The engine does not say how many of the promised tokens it accepted, so the larger of the two
+                # numbers is used, not the sum.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0

@@ -245,8 +245,9 @@ class WorkerSide(RankWorker):
         alone = self._wire is None or bool(self._wire.closed)
         for request_id, load in self._loads.items():
             if alone and request_id in self._saves:
-                # The request has finished, and no order can arrive any more, so the id of its load may be returned. The
-                # id of a request that has not finished must not be returned, because that request waits for its KV.
+                # The request has finished, and without a connection to the scheduler no order can arrive any more, so
+                # the id of its load may be returned. The id of a request that has not finished must not be returned,
+                # because that request waits for its KV.
                 load.started = load.cancelled = True
             if load.started:
                 continue
@@ -271,7 +272,8 @@ class WorkerSide(RankWorker):
                     self._start(request_id, save, wanted.graph)
                     self._ops.submit_store(wanted.graph)
             elif alone:
-                # No order can arrive any more. The id must be returned, so that the engine can free the blocks.
+                # Without a connection to the scheduler, no order can arrive any more. The id must be returned, so that
+                # the engine can free the blocks.
                 save.started = True
 
     def _start(self, request_id: int, awaited: Awaited, graph: TransferGraph) -> None:

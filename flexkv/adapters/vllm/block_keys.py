@@ -26,7 +26,7 @@ NAMESPACE_BYTES = 32
 """Size of a namespace without its mark, in bytes."""
 
 REMEMBERED = 1024
-"""How many namespaces of groups are remembered at most. Callers choose the names, so there may be many."""
+"""Most namespaces of groups that are remembered. Callers choose the names, so there may be many."""
 
 
 class RequestNamespaces:
@@ -71,8 +71,8 @@ class RequestNamespaces:
             return self.engine
         name = self._loras.name(adapter.lora_path)
         if name.startswith(RUN_PREFIX):
-            # Such a name identifies no content. vLLM may load the adapter again, under another number or in place. So
-            # the namespace also contains the number and `load_inplace`.
+            # A name with RUN_PREFIX identifies no content. vLLM may load the adapter again, under another number or in
+            # place. So the namespace also contains the number and `load_inplace`.
             name += f":{adapter.lora_int_id}:{adapter.load_inplace}"
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(
@@ -164,7 +164,7 @@ class EngineBlockKeys(BlockKeys):
     def _extend(self, known: int, blocks: int) -> None:
         ratio = self._ratio
         hashes = self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio]
-        # This is checked each time, because a streaming session may get an image later.
+        # `first_of_run` is called each time, because a streaming session may get an image later.
         if (first := self.first_of_run()) is not None and first < blocks:
             plain = max(0, first - known)
             hashes = [*hashes[:plain], *(self.names.run + block_hash for block_hash in hashes[plain:])]
@@ -191,7 +191,7 @@ class TokenBlockKeys(BlockKeys):
         self._tokens.truncate(0)
 
     def _extend(self, known: int, blocks: int) -> None:
-        # This is checked each time, because a streaming session may get an image later.
+        # The request is checked each time, because a streaming session may get an image later.
         if self.request.prompt_embeds is None and not self.request.mm_features:
             first, end = known * self.block_tokens, blocks * self.block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)

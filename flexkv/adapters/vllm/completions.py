@@ -1,4 +1,4 @@
-"""Handles the reports that ops and steps have ended: publishes stores, and revokes stores of bad blocks."""
+"""Handles the workers' reports of ended ops and steps: publishes stores, and revokes stores of bad blocks."""
 
 from __future__ import annotations
 

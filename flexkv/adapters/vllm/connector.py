@@ -133,7 +133,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: the engine may use the output of preempted requests, because a dropped store only costs a miss."""
+        """False: vLLM need not compute a preempted request again for the sake of its stores, because a dropped store
+        only costs a later miss."""
         return False
 
     @classmethod
@@ -330,8 +331,9 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @log_refusal(logger)
 def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
-    """Logs the layout that the connector asks for, and what to do if another connector asks for a different one. vLLM
-    then fails with an error that names neither layout, before it calls any other hook.
+    """Logs the layout that the connector asks for, and what to do if another connector asks for a different one. If two
+    connectors ask for different layouts, vLLM fails with an error that names neither layout, before it calls any other
+    hook.
 
     Raises:
         ConfigError: a setting is unknown or not allowed.

@@ -186,7 +186,8 @@ Each consists of the reason in words and the setting of vLLM that avoids it."""
 
 def step_load_needs(vllm_config: VllmConfig) -> tuple[str, str]:
     """Returns why this engine cannot discard tokens that it computed from a load that failed within a step, and the
-    settings with which it could. Both are parts of a sentence; both are empty if it can."""
+    settings with which it could discard them. Both texts are parts of a sentence. They are empty if the engine can
+    discard the tokens."""
     transfer = vllm_config.kv_transfer_config
     recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
     lacks = [ASYNC_SCHEDULING] if vllm_config.scheduler_config.async_scheduling else []

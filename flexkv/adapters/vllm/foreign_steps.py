@@ -44,8 +44,8 @@ class ForeignSteps:
         self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._ordered_by != unit:
             self._ordered_by = unit
-            # A new RankOps is made, because results of a third unit's step may not have been reported yet. They must
-            # not reach this unit.
+            # The former RankOps may hold results of a third unit's step that are not reported yet. They must not reach
+            # this unit, so a new RankOps is made.
             self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
                 f"a step of {_name(unit)} reached rank {self._rank} of {_name(own)}"

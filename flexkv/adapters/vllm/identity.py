@@ -99,7 +99,8 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
 
 
 def _check_source(load_format: str) -> None:
-    """
+    """Refuses load formats with which the engine takes its weights from another process.
+
     Raises:
         ConfigError: nothing identifies the weights, because they are those of another process.
     """
@@ -332,8 +333,8 @@ def _weights_of(model: ModelConfig) -> str:
 
 def _place_of(model: ModelConfig) -> tuple[str, str | None, str]:
     """Returns the model, its revision and its commit. If no commit is known, returns the revision's name in place of
-    the commit, because no setting can name a draft's weights. `weights_content` then treats the weights as
-    changeable."""
+    the commit: without one, `weights_identity` would raise an error, and no setting can name a draft's weights.
+    `weights_content` then treats the weights as changeable."""
     return model.model, model.revision, resolved_commit(model) or model.revision or "default"
 
 

@@ -110,8 +110,8 @@ class Loads:
             return 0
         keys = tracker.keys()
         if self._is_hybrid:
-            # The keys are cut before the lookup, rather than the hit after it, because a shorter hit needs different
-            # pages.
+            # The keys are cut before the lookup. Cutting the hit after the lookup would be wrong, because a shorter hit
+            # needs different pages.
             keys = self._cut(keys, wanted_end)
         settings = tracker.settings
         match = manager.match(request_id, keys, computed_tokens, None, settings)

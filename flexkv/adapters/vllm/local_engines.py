@@ -1,5 +1,5 @@
-"""Keeps track of the engines in this process and their connectors of flexkv, and refuses those that would disturb
-others.
+"""Keeps track of the engines in this process and of their flexkv connectors. Refuses an engine or connector that would
+disturb another one.
 
 vLLM runs scheduler and worker in one process if there is one rank, and always without multiprocessing. Then the host
 pool can be private memory, and the scheduler's side can take the results of copies from the worker's side without an
@@ -53,7 +53,7 @@ def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
 
 
 def worker_of_engine(engine: object) -> WorkerSide | None:
-    """Returns the worker's side for which `announce` got this object; None if there is none in this process."""
+    """Returns the worker's side that `announce` registered with this object; None if there is none in this process."""
     return next((worker for worker, its in list(_engines.items()) if its is engine), None)
 
 

@@ -220,7 +220,7 @@ class SchedulerSide:
         self.requests.begin_lookup(tracker, self._preempted)
         if self.blend is None and tracker.settings.blend is not None:
             self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
-            tracker.settings = replace(tracker.settings, blend=None)  # counted once
+            tracker.settings = replace(tracker.settings, blend=None)  # so that the request is counted once
         tracker.stale = tracker.adapter_changed
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
@@ -337,7 +337,8 @@ class SchedulerSide:
         if tracker is None:
             return
         if tracker.loading is not None:
-            # The load is no longer needed. The engine frees its blocks only after the workers have reported it.
+            # The load is no longer needed. The engine frees the load's blocks only after the workers have reported its
+            # end.
             self.orders.cancel.append(tracker.loading)
         else:
             self._completions.collect_early()

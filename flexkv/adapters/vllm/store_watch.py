@@ -135,7 +135,7 @@ class BlockWatch(StoreWatch):
         """
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # The usual case is tested without a loop in Python, because most steps of a busy engine come here.
+            # The usual case is tested without a loop in Python, because most steps of a busy engine reach this line.
             if list(map(watchers.get, watched)).count(self._callback) == len(watched):
                 continue
             lost = {block for block in watched if watchers.get(block) is not self._callback}

@@ -152,12 +152,12 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Submits early stores, ends void and cancelled ops, and makes the step's forward pass wait for copies from
-        blocks that it may write. Then submits the step's layerwise stores, whose layers are copied as the forward pass
-        writes them. If the orders contain a grant, maps the host pool first.
+        """Submits early stores, ends void and cancelled ops, and makes the step's forward pass wait for copies out of
+        blocks that the pass may write. Then submits the step's layerwise stores, whose layers are copied as the forward
+        pass writes them. If the orders contain a grant, maps the host pool first.
 
         Call order:
-            When all earlier forward passes are enqueued on the engine's stream, and no work of this step is.
+            After all earlier forward passes were enqueued on the engine's stream, and before any work of this step is.
         """
         if orders.grant is not None:
             self.take_grant(orders.grant)
@@ -216,8 +216,8 @@ class WorkerSide(RankWorker):
         """Records a point on the engine's stream, after which the step's stores may copy.
 
         Call order:
-            When all work of this step that writes KV is enqueued on the engine's stream, and no later work is. Model
-            runners without such a point do not call this.
+            After all work of this step that writes KV was enqueued on the engine's stream, and before any later work
+            is. Model runners without such a point do not call this method.
         """
         if orders is self._orders and orders.stores and self._foreign.unit is None:
             self._after = self._ops.point()
@@ -262,7 +262,7 @@ class WorkerSide(RankWorker):
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
         """Collects ops that have ended. If `idle`, waits up to `IDLE_WAIT_S` for an op in flight on this rank to end.
-        If there is none and `disk_busy`, waits that long for the disks."""
+        If no op is in flight and `disk_busy`, waits that long for the disks."""
         if idle and disk_busy and not self._ops.busy:
             time.sleep(IDLE_WAIT_S)
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)

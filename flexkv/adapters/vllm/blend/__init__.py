@@ -1,4 +1,5 @@
-"""Blending inside vLLM: reuses the cached KV of pieces of text at other positions in a new prompt (docs/blending.md).
+"""Blending inside vLLM: reuses the cached KV of segments (pieces of text) at other positions in a new prompt
+(docs/blending.md).
 
 The scheduler's side (`requests`) decides which requests are blended, and which rows they have in each step. The
 worker's side (`worker`, `pages`) keeps each rank's segments. The model's side (`model`, `forward`, `rows`) computes

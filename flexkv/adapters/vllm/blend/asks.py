@@ -35,8 +35,8 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    # A row that is not computed has no logprobs. vLLM 0.33 can also return the logprobs of given tokens at each
-    # position.
+    # A token that not all layers compute has no logprobs. vLLM 0.33 can also return the logprobs of given tokens at
+    # each position.
     if (
         sampling.prompt_logprobs is not None
         or getattr(sampling, "prompt_logprob_token_ids", None) is not None

@@ -55,7 +55,7 @@ class LaterLayers:
 
 
 Choose = Callable[[BatchRows, Sequence[tuple[Numbers, float]], NDArray[np.float64]], NDArray[np.bool_]]
-"""A function that chooses the rows that later layers compute, with the arguments of `kept_rows`."""
+"""A function with the arguments of `kept_rows` that chooses the rows that later layers compute."""
 
 
 class BlendForward:
@@ -358,7 +358,7 @@ class BlendForward:
 
 
 def _fails_anywhere(failure: Exception | None, device: Any) -> bool:
-    """Whether flexkv's own work has failed on some rank. `failure` is this rank's. Waits for all ranks."""
+    """Whether flexkv's own work has failed on some rank. `failure` is the failure on this rank. Waits for all ranks."""
     group = get_tp_group()
     if group.world_size == 1:
         return failure is not None

@@ -98,7 +98,7 @@ class OwnWork:
     ranks' next collective. After a failure, further work is skipped.
 
     Args:
-        stops: whether to raise a failure at once instead, because there is no other rank that waits.
+        stops: whether to raise a failure at once instead of catching it, which is possible if no other rank waits.
 
     Attributes:
         failure: the first failure; None if there was none.
@@ -113,7 +113,7 @@ class OwnWork:
             return
         try:
             work(*given)
-        except Exception as error:  # also errors of torch and the device
+        except Exception as error:  # catches errors of torch and the device, too
             self.failure = error
             if self._stops:
                 raise
@@ -184,6 +184,6 @@ class CachedRows:
         for each in opened:
             try:
                 each.close(wait=failure is None)
-            except Exception as error:  # also errors of torch and the device
+            except Exception as error:  # catches errors of torch and the device, too
                 failure = failure or error
         return failure

@@ -111,7 +111,7 @@ class BlendPages:
         self._advance_stores()
         try:
             behind = self._stores_of(order)
-        except Exception as error:  # also NumPy's errors
+        except Exception as error:  # catches NumPy's errors, too
             _warn_of("segments of a request cannot be loaded: %s", error)
             return
         if behind:
@@ -129,7 +129,7 @@ class BlendPages:
     def _begin_fetch(self, order: SegmentOrder) -> None:
         try:
             self._fetches[order.request] = self.cache.begin_fetch(order.segments, order.caller)
-        except Exception as error:  # also NumPy's errors
+        except Exception as error:  # catches NumPy's errors, too
             _warn_of("segments of a request cannot be loaded: %s", error)
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
@@ -163,7 +163,7 @@ class BlendPages:
                 # `advance` comes first and is called every time, because each call keeps the request's place in the
                 # queue for free host slots.
                 load = fetch.begin_load() if fetch.advance() and not self._wait_for_room(order) else None
-            except Exception as error:  # also NumPy's errors
+            except Exception as error:  # catches NumPy's errors, too
                 fetch.give_up()
                 _warn_of("segments of a request cannot be loaded: %s", error)
                 return True
@@ -179,9 +179,10 @@ class BlendPages:
         return has_come
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
-        """Returns whether a request has to wait for stores to free staging blocks. There may be too few blocks, because
-        the scheduler no longer counts the blocks of a store when its prompt has been computed. The request waits only
-        for stores that were in flight when it first lacked blocks, because later stores may follow without end.
+        """Returns whether a request has to wait for stores to free staging blocks. There may be too few free blocks,
+        because the scheduler stops counting a store's blocks when its prompt has been computed, although the store may
+        still use them. The request waits only for stores that were in flight when it first lacked blocks, because later
+        stores may follow without end.
         """
         if self._has_room(order):
             return False
@@ -300,7 +301,7 @@ class BlendPages:
             self._stores[self._begin_store(asks, capture.planes)] = asks
         except CapacityError as error:
             self._not_kept(asks, BlendResult.NO_ROOM, error)
-        except Exception as error:  # also errors of NumPy and torch
+        except Exception as error:  # catches errors of NumPy and torch, too
             self._not_kept(asks, BlendResult.LOST, error)
         self._advance_stores()
 
@@ -374,7 +375,7 @@ class BlendPages:
                     self._not_kept(asks, BlendResult.LATE, reason)
                 else:
                     continue
-            except Exception as error:  # also NumPy's errors
+            except Exception as error:  # catches NumPy's errors, too
                 self._not_kept(asks, BlendResult.LOST, error)
             del self._stores[store]
 

@@ -213,8 +213,8 @@ class BlendRequests(CacheListener):
         return sum(-(-(end - first) // PAGE_TOKENS) for first, end in spans)
 
     def match(self, request: Request, computed_tokens: int) -> bool | None:
-        """Decides about a request that the engine looks up. Returns whether the request is blended, or None if it has
-        to wait; the engine then asks again in its next step.
+        """Decides whether a request that the engine looks up is blended. Returns None if the request has to wait; the
+        engine then asks again in its next step.
 
         Args:
             computed_tokens: how many of the request's tokens the engine's own prefix cache has.

@@ -252,7 +252,8 @@ class SelfTest:
             self._config,
             num_tokens=ROWS,
             slot_mapping=dict.fromkeys(names, slots),
-            # Without this, vLLM would compile the model in this call. It must be compiled in a call of vLLM's own.
+            # Without `skip_compiled`, vLLM would compile the model in this call. It must be compiled in a call of
+            # vLLM's own.
             skip_compiled=True,
         ):
             return compute()

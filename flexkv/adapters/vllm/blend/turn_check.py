@@ -44,7 +44,7 @@ def check_turning(pages: BlendPages) -> None:
             raise NotBlendable(f"rows turned on {pages.device} differ from the CPU's in layers {wrong}")
     except NotBlendable:
         raise
-    except Exception as error:  # also errors of torch and the device
+    except Exception as error:  # catches errors of torch and the device, too
         reason = str(error) if isinstance(error, FlexKVError) else f"{type(error).__name__}: {error}"
         raise NotBlendable(f"cached rows cannot be turned on {pages.device}: {reason}") from error
     finally:

@@ -88,8 +88,8 @@ class BlendWorker:
         except Exception as error:  # vLLM's internal code, which is called here, may raise anything
             logger.warning("blending cannot be prepared", exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
-        # All ranks are asked first, because the test computes on all ranks, and would wait for a rank that does not
-        # take part.
+        # All ranks first agree whether they can blend, because the test computes on all ranks, and would wait for a
+        # rank that does not take part.
         alone = vllm_config.parallel_config.tensor_parallel_size == 1
         all_can = [test is not None] if alone else _on_all_ranks([test is not None])
         return test.refusal() if test is not None and all(all_can) else refusal
@@ -297,19 +297,19 @@ class BlendStep:
         """
         try:
             return self._forward.batch(positions)
-        except Exception:  # also errors of torch and vLLM
+        except Exception:  # catches errors of torch and vLLM, too
             logger.warning("the rows of a step cannot be read", exc_info=True)
             return None
 
     def _find_or_warn(
         self, batch: BatchRows | None, chunk: ChunkOrder, waits: bool
     ) -> tuple[int | None, set[int]]:
-        """Returns the result of `_find`. If that raises, returns no row instead of raising, because the other ranks
+        """Returns the result of `_find`. If `_find` raises, returns no row instead of raising, because the other ranks
         wait for this one.
         """
         try:
             return (None, set()) if batch is None else self._find(batch, chunk, waits)
-        except Exception:  # also torch's errors
+        except Exception:  # catches torch's errors, too
             logger.warning("rows of a step cannot be blended", exc_info=True)
             return None, set()
 
