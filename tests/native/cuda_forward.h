@@ -1,4 +1,5 @@
-// A stand-in for a forward pass of the engine on the fake device. It runs until the test calls let_go().
+// Simulates a forward pass of the engine on the fake device. The forward pass runs until the test calls
+// let_go().
 #pragma once
 #include <condition_variable>
 #include <functional>

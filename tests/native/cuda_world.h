@@ -16,7 +16,7 @@
 
 namespace flexkv {
 
-// Registers memory with the fake driver, but refuses the piece numbered `refused`, counted from 0.
+// Registers memory with the fake driver, but refuses the registration with number `refused`, counted from 0.
 class RefusingRegistrar : public Registrar {
  public:
   RefusingRegistrar(std::shared_ptr<Registrar> inner, int refused)
@@ -39,8 +39,10 @@ struct CudaShape {
   bool block_first = false;
   bool digests = false;
   int64_t extent_slots = 4;
-  bool apart = false;        // each layer is a separate allocation, right behind the previous one
-  bool exact_slots = false;  // no gap between the pages of two slots; needs pages of a multiple of 4 KiB
+  bool apart = false;        // each layer is a separate allocation, directly after the previous layer in
+                             // memory
+  bool exact_slots = false;  // the pages of adjacent slots have no gap between them; the page size must be a
+                             // multiple of 4 KiB
 };
 
 // Switches for a lane that may use every copy path (kAll), and for a lane that uses neither batches nor the
@@ -48,8 +50,8 @@ struct CudaShape {
 inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 inline constexpr cuda::CopySwitches kSingle{.batch = false, .kernel = false};
 
-// Unit: seconds. How long a test waits before it concludes that something does not happen. The controls show
-// that this is long enough.
+// Unit: seconds. How long a test waits before it concludes that an event does not happen. Control tests, in
+// which the event happens, show that this time is long enough.
 inline constexpr double kAWhileS = 0.2;
 
 struct CudaWorld {
@@ -78,7 +80,7 @@ struct CudaWorld {
     view = std::make_shared<KvView>(runs, shape.blocks, page);
     const int64_t slot_bytes = round_up(page, kIoAlignBytes) + (shape.exact_slots ? 0 : kIoAlignBytes);
     pool = HostPool::create({slot_bytes, shape.blocks, shape.extent_slots * slot_bytes}, {});
-    // Here the pool registers each extent as one piece.
+    // This pool registers each extent with one call.
     pool->pin(std::make_shared<RefusingRegistrar>(cuda::make_registrar(device), refused_piece), {.tries = 0});
     REQUIRE(pool->wait_ready(shape.blocks, kLongS));
     const auto deadline = deadline_in(kLongS);
@@ -166,14 +168,15 @@ struct CudaWorld {
   static std::byte value(int seed, int32_t layer, int64_t i) {
     return static_cast<std::byte>(seed * 37 + layer * 101 + i * 7 + (i >> 8));
   }
-  // value() repeats after this many bytes. Each thread makes a period once and then copies and compares whole
-  // periods, because a loop over every byte of large runs is slow with a sanitizer.
+  // value() repeats after this many bytes. Each thread makes the bytes of a period once. It then copies and
+  // compares complete periods, because a loop over every byte of large runs is slow with a sanitizer.
   static constexpr int64_t kPeriodBytes = int64_t{1} << 16;
   size_t period_bytes(int64_t at) const {
     return static_cast<size_t>(std::min(kPeriodBytes, shape_.run_bytes - at));
   }
   static const std::vector<std::byte>& period(int seed, int32_t layer) {
-    thread_local std::array<std::vector<std::byte>, 256> made;  // by first byte, from which all others follow
+    thread_local std::array<std::vector<std::byte>, 256> made;  // by the period's first byte, which
+                                                                // determines the rest
     std::vector<std::byte>& bytes = made[std::to_integer<size_t>(value(seed, layer, 0))];
     if (bytes.empty()) {
       bytes.resize(kPeriodBytes);

@@ -32,7 +32,7 @@ inline std::vector<IoBackend> disk_backends() {
 }
 
 struct DiskWorld {
-  // `outer`, if given, wraps each disk's queue outside the wrapper that injects the faults.
+  // `outer` may be null. Otherwise it wraps each disk's queue after the wrapper that injects the faults.
   explicit DiskWorld(IoBackend io, std::vector<IoFaultRule> rules = {}, double stuck_s = 30.0,
                      const WrapQueue& outer = nullptr)
       : faults(std::make_shared<IoFaults>(std::move(rules))) {

@@ -1,9 +1,9 @@
-// CUDA's kernel language as C++ for the CPU: after this header, the code of csrc/*/*_kernel.cuh compiles and
-// runs. Every CUDA thread of every block is a thread of the operating system, and all run at once, so that
-// ThreadSanitizer sees races between warps and between lanes of one warp. At a shuffle the warp's 32 threads
-// wait for each other, which orders their memory accesses; CUDA's shuffle does not promise that. Atomics are
-// relaxed, as in CUDA. The emulated fence affects only the compiler, so these tests cannot notice that a
-// fence is missing.
+// Emulates CUDA's kernel language in C++ on the CPU. A file that includes this header can compile and run the
+// code of csrc/*/*_kernel.cuh. Every CUDA thread of every block is a thread of the operating system. All
+// threads run at once, so that ThreadSanitizer detects races between warps and between lanes of one warp. At
+// a shuffle the warp's 32 threads wait for each other, which orders their memory accesses; CUDA's shuffle
+// does not guarantee such an order. Atomics are relaxed, as in CUDA. The emulated fence affects only the
+// compiler, so tests with this header cannot detect that a fence is missing.
 #pragma once
 #include <array>
 #include <chrono>
@@ -36,7 +36,7 @@ struct Index {
 
 class Meeting {
  public:
-  // Waits until all lanes of the warp have called this.
+  // Waits until all lanes of the warp have called meet().
   void meet() {
     std::unique_lock lock(mutex_);
     const unsigned round = round_;
@@ -60,14 +60,15 @@ class Meeting {
 struct Warp {
   Meeting meeting;
   // The values that the lanes give to a shuffle. Shuffles alternate between two arrays, so that a lane that
-  // reaches the next shuffle early does not overwrite values that others have yet to read.
+  // reaches the next shuffle early does not overwrite values that other lanes still have to read.
   std::array<std::array<uint64_t, kLanes>, 2> given;
 };
 
 inline thread_local Warp* warp = nullptr;
 inline thread_local unsigned shuffles = 0;
 
-// Faults that a control injects into launches.
+// Faults that a control test injects into launches. A control test shows that a check fails if the kernel is
+// wrong.
 struct Faults {
   unsigned blocks_left_out = 0;
   bool shuffles_give_nothing = false;
@@ -87,8 +88,8 @@ inline thread_local emulated::Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
 
-// Runs `kernel` in `blocks` x `threads` threads, and returns when all have finished. `threads` is a multiple
-// of 32.
+// Runs `kernel` in `blocks` x `threads` threads, and returns when all threads have finished. `threads` is a
+// multiple of 32.
 template <typename Kernel>
 void launch(unsigned blocks, unsigned threads, const Kernel& kernel) {
   std::vector<std::unique_ptr<Warp>> warps;
@@ -126,7 +127,7 @@ inline uint64_t __shfl_down_sync(unsigned mask, uint64_t value, unsigned distanc
 }
 
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long amount) {
-#if defined(FLEXKV_EMULATED_PLAIN_ADD)  // a control: ThreadSanitizer must report it
+#if defined(FLEXKV_EMULATED_PLAIN_ADD)  // a control: ThreadSanitizer must report this race
   const unsigned long long before = *at;
   *at = before + amount;
   return before;

@@ -71,8 +71,8 @@ std::vector<int>& contexts();
 int& own_capture_mode();
 
 // Returns the result of a potentially unsafe call: kSuccess if no capture forbids it. Otherwise invalidates
-// the captures that forbid it, and returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. Precondition of this and
-// the next five functions: the lock is held.
+// the captures that forbid it, and returns CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED. Precondition of
+// unsafe_call() and the next five functions: the lock is held.
 cuda::Code unsafe_call();
 // The result that a call of `function` must return: the error that a test has requested with refuse(),
 // otherwise kSuccess.

@@ -1,4 +1,5 @@
-// The fake driver's functions, which the product finds and calls as it does those of the real driver.
+// The functions of the fake CUDA driver. flexkv finds and calls them in the same way as those of the real
+// driver.
 #include <cstring>
 #include <memory>
 #include <utility>
@@ -15,8 +16,8 @@ using cuda::StreamHandle;
 
 struct FakeEvent {
   int device = 0;
-  int64_t recorded = 0;  // number of its latest event_record()
-  int64_t reached = 0;   // the latest number that its stream has passed
+  int64_t recorded = 0;  // number of the event's latest event_record()
+  int64_t reached = 0;   // the highest record number that the event's stream has executed
   FakeStream* stream = nullptr;
   bool captured = false;
 };
@@ -211,7 +212,7 @@ Code stream_wait_event(StreamHandle stream, EventHandle handle, unsigned) {
     capture->whole = false;
     return kCaptureIsolation;
   }
-  const int64_t number = event->recorded;  // 0: it was never recorded, so this waits for nothing
+  const int64_t number = event->recorded;  // 0: the event was never recorded, so the stream waits for nothing
   ++world().calls.waits;
   push(as_stream(stream), [event, number] {
     std::unique_lock inner(world().mutex);

@@ -21,8 +21,8 @@ void require_current(int device, const char* rule) {
   require(!contexts().empty() && contexts().back() == device, rule);
 }
 
-// The real calls that free memory wait until the whole device is idle, so flexkv must not make them earlier.
-// Precondition: the lock is held.
+// In the real driver, calls that free memory wait until the whole device is idle. So flexkv must not make
+// such a call while work is in flight. Precondition: the lock is held.
 void require_idle_devices() {
   for (const FakeStream* stream : world().streams) {
     require(stream->moving == 0, "memory freed while work is in flight: it waits for the whole device");
@@ -48,8 +48,8 @@ Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
 }
 Ranges::const_iterator registration_of(const void* memory) { return range_of(world().registered, memory); }
-// Whether one copy may span all these bytes. They must belong to one registration or to none
-// (LMCache/LMCache#2413), and to one allocation. Precondition: the lock is held.
+// Whether one copy may span all these bytes. The bytes must all belong to the same registration, or all to
+// none (LMCache/LMCache#2413), and to the same allocation. Precondition: the lock is held.
 bool of_one_range(const void* memory, size_t bytes) {
   if (bytes == 0) return true;
   const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
@@ -146,8 +146,8 @@ Code mem_alloc(DeviceAddress* address, size_t bytes) {
   if (code == cuda::kSuccess) *address = reinterpret_cast<uintptr_t>(memory);
   return code;
 }
-// The real driver waits for all earlier work of all streams. The fake waits only until no stream waits for a
-// word, and records a broken rule after 20 s.
+// The real cuMemFree waits for all earlier work of all streams. The fake waits only until no stream waits for
+// a word. After 20 s it records a broken rule.
 Code mem_free(DeviceAddress address) {
   {
     std::unique_lock lock(world().mutex);
@@ -187,7 +187,7 @@ Code memset_bytes(DeviceAddress address, unsigned char value, size_t bytes, Stre
   });
   return cuda::kSuccess;
 }
-// Memory that is not registered counts as the device's.
+// The fake reports memory that is not registered as device memory.
 Code pointer_attribute(void* answer, int attribute, DeviceAddress address) {
   const std::lock_guard lock(world().mutex);
   if (attribute != cuda::kPointerMemoryType) return kInvalidValue;
@@ -226,7 +226,7 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
 Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
                  BatchAttributes* attributes, size_t* indices, size_t attribute_count, size_t* failed,
                  StreamHandle stream) {
-  *failed = 0;  // crashes if the caller passed the parameters of the other version
+  *failed = 0;  // crashes if the caller passed the parameters of the other version of cuMemcpyBatchAsync
   return batch(dsts, srcs, sizes, count, attributes, indices, attribute_count, stream);
 }
 
@@ -282,8 +282,8 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   return {};
 }
 
-// Launches a kernel that waits until the word at `passed` has reached `value`. The fake ends the kernel when
-// its stream is destroyed.
+// Launches a kernel that waits until the word at `passed` has reached `value`. If the kernel's stream is
+// destroyed, the fake ends the kernel.
 std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
   const std::lock_guard lock(world().mutex);
   auto* stream = static_cast<FakeStream*>(handle);

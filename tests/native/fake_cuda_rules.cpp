@@ -23,8 +23,8 @@ FakeCapture* capture_of(const FakeStream* stream) {
 }
 
 // The rules are those in the documentation of cudaThreadExchangeStreamCaptureMode. That page mentions only
-// cudaMalloc as a potentially unsafe call. The fake treats all calls that are not enqueued on a stream as
-// unsafe, and also copies (vllm-project/vllm#48053).
+// cudaMalloc as a potentially unsafe call. The fake treats as unsafe all calls that are not enqueued on a
+// stream, and copies, too (vllm-project/vllm#48053).
 cuda::Code unsafe_call() {
   cuda::Code code = cuda::kSuccess;
   for (FakeCapture& capture : world().captures) {
@@ -45,7 +45,7 @@ void set_device(int device) {
   const std::lock_guard lock(world().mutex);
   const bool made = world().primary_contexts[device] > 0;
   require(made, "a context on a device that nobody asked for");
-  // As with the runtime, this reference is never released.
+  // This reference is never released: the CUDA runtime does not release its reference either.
   if (!made) ++world().primary_contexts[device];
   if (contexts().empty()) contexts().push_back(device);
   contexts().back() = device;

@@ -1,5 +1,5 @@
-// A fake libcufile. Plain memory stands in for GPU memory, and a test lists the files for which the library
-// uses POSIX I/O instead of the direct route.
+// A fake libcufile. It uses host memory as GPU memory. A test lists the files for which the fake uses POSIX
+// I/O instead of the direct route.
 #pragma once
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -33,12 +33,13 @@ struct FakeCufile {
   uint32_t feature_flags = 0;
   int32_t p2p_flags = 0;
   int32_t version = 1200;
-  bool counts = true;                 // false: its statistics count no calls
-  bool all_posix = false;             // all files are in compatibility mode, whatever the properties say
+  bool counts = true;                 // false: the library's statistics count no calls
+  bool all_posix = false;             // all files are in compatibility mode, even if the driver's properties
+                                      // say otherwise
   std::set<int> posix;                // descriptors of files in compatibility mode
   size_t posix_below = 0;             // calls of fewer bytes use POSIX I/O
   std::function<void()> before_move;  // each read or write calls this before it moves bytes
-  int32_t level = 0;                  // level of detail of its statistics
+  int32_t level = 0;                  // level of detail of the library's statistics
   bool counting = false;
   uint64_t dma_ops = 0;
   uint64_t posix_ops = 0;
@@ -46,12 +47,12 @@ struct FakeCufile {
   std::map<const void*, size_t> buffers;
   int64_t registered = 0;    // number of buffers registered so far
   int64_t deregistered = 0;  // number of buffers deregistered so far
-  size_t most_buffers = 0;   // most buffers registered at once; 0: no limit
+  size_t most_buffers = 0;   // maximum number of buffers registered at once; 0: no limit
   size_t set_pinned_kib = 0;
   bool set_while_open = false;
-  uint32_t pinned_kib = 32u << 20;  // as reported in the properties
+  uint32_t pinned_kib = 32u << 20;  // as reported in the driver's properties
   int64_t calls = 0;
-  ssize_t next_answer = 0;  // the next read or write returns this and moves nothing; 0: it moves the bytes
+  ssize_t next_answer = 0;  // if not 0, the next read or write returns this and moves no bytes
   int next_errno = 0;
 };
 inline FakeCufile fake;
@@ -81,8 +82,8 @@ inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t fi
   return moved;
 }
 
-// Writes the counts where cuFile 1.15 to 1.18 (or 1.19 and 1.20, depending on `version`) has them for the
-// third GPU.
+// Writes the statistics of the third GPU. `version` decides at which offsets: those of cuFile 1.15 to 1.18,
+// or those of 1.19 and 1.20.
 inline CufileError fake_level3(void* out) {
   const std::lock_guard lock(fake.mutex);
   if (fake.level < 3) return {5022, 0};
@@ -240,7 +241,8 @@ struct CufileWorld {
   std::unique_ptr<GDSManager> manager;
 };
 
-// Fills each file, so that the first read, which finds out the file's route, has something to read.
+// Fills each file, so that the first read of the file, from which the manager learns the file's route, finds
+// bytes.
 inline void fill_files(const CufileWorld& c, size_t bytes = 8192) {
   for (int32_t device = 0; device < c.files->devices(); ++device) {
     std::ofstream(c.files->at(device, 0).path) << std::string(bytes, 'x');

@@ -1,5 +1,5 @@
-// A transfer engine with the gds lane of one rank: a layer-first pool in plain memory and one slab. Faults
-// can be injected between the lane and its disk.
+// A transfer engine with the gds lane of one rank: a layer-first pool in host memory and one slab. Faults can
+// be injected between the lane and its disk.
 #pragma once
 #include "gds/gds_lane.h"
 #include "gds_world.h"

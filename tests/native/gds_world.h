@@ -1,5 +1,5 @@
-// A layer-first pool in plain memory, raw files on two "disks", and a manager between them. Faults can be
-// injected between the manager and the files.
+// A layer-first pool in host memory, raw files, one for each of two "disks", and a manager that moves blocks
+// between the pool and the files. Faults can be injected between the manager and the files.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -22,8 +22,8 @@
 
 namespace flexkv {
 
-// Unit: seconds. How long a test waits for something that must happen, even on a busy machine under a
-// sanitizer.
+// Unit: seconds. How long a test waits for an event that must happen. The time is enough even on a busy
+// machine and with a sanitizer.
 inline constexpr double kGdsGenerousS = 60;
 
 // A temporary folder, which the destructor removes.
@@ -97,7 +97,7 @@ struct GdsWorldOf {
   TransferReport move(bool is_read, int32_t count = kBlocks) {
     return manager->transfer(*map, pages(count), is_read);
   }
-  // Fills the pool, writes every block to disk and zeroes the pool. Returns what the pool held.
+  // Fills the pool, writes every block to disk and zeroes the pool. Returns the bytes that were in the pool.
   std::vector<unsigned char> stored() {
     fill(7);
     const std::vector<unsigned char> content = pool;

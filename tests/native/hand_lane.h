@@ -1,4 +1,4 @@
-// A lane without threads: the test itself takes its work items.
+// A lane without threads. The test itself takes the lane's work items.
 #pragma once
 #include <atomic>
 #include <memory>

@@ -18,7 +18,7 @@ inline std::vector<BlockKey> keys(size_t count, uint64_t seed) {
   return made;
 }
 
-// Inserts these blocks and publishes those that were not cached before.
+// Inserts the blocks `offered`, and publishes those that were not in the index before.
 inline Inserted insert_and_publish(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
   Inserted done = index.insert(group, offered, offered.size());
   const std::vector<uint8_t> ok(done.entries.size(), 1);
@@ -39,8 +39,8 @@ inline std::vector<EntryId> match(const BlockIndex& index, std::span<const Block
   return entries;
 }
 
-// Pins and unpins these blocks, as for a request that found all of them and has ended. `hit`: whether the
-// request used them.
+// Pins and unpins the blocks `wanted`, as for a request that found all of them and has ended. `hit`: whether
+// the request used the blocks.
 inline void use(BlockIndex& index, std::span<const BlockKey> wanted, bool hit = true) {
   std::vector<EntryId> entries(wanted.size());
   std::vector<int32_t> slots(wanted.size());

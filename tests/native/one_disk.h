@@ -1,4 +1,4 @@
-// One disk without a disk lane. The test itself gives it pages.
+// One disk (class Disk) without a disk lane. The test itself gives pages to the disk.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -31,7 +31,7 @@ class IdleLane final : public Lane {
 };
 
 struct OneDisk {
-  // `on_change`: see Disk.
+  // `on_change` is passed to the constructor of Disk.
   OneDisk(
       int32_t places, const DiskOptions& options, WrapQueue wrap, std::function<void()> on_change = [] {}) {
     codec = page_codec(1, kOneDiskPageBytes);

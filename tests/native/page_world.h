@@ -1,5 +1,5 @@
-// Pages for the tests of lanes that use slabs. All runs have the same length, each slab is a file, and a
-// number determines a page's tag.
+// Pages for the tests of lanes that use slabs. All runs have the same length, and each slab is a file. A test
+// identifies a page by a number, from which page_world.h makes the page's tag.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 namespace flexkv {
 
 inline constexpr int64_t kSlabHeaderBytes = 4096;
-// Unit: seconds. Longer than any step of these tests takes.
+// Unit: seconds. How long tests wait at most. The time is longer than any step of a test takes.
 inline constexpr double kWaitS = 60;
 
 // The codec of pages of one rank that have one run per layer.

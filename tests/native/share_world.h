@@ -1,4 +1,4 @@
-// A unit that shares its slots with other units, for the tests of boards and of their readers.
+// A unit that shares its slots with other units, for tests of boards and of the code that reads boards.
 #pragma once
 #include <algorithm>
 #include <array>

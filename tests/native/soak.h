@@ -1,5 +1,5 @@
-// Reads FLEXKV_SOAK, which says how many times longer the stress tests run; 1 if it is not set. This header
-// also says which sanitizer the build has, so that tests can do less under it.
+// Reads FLEXKV_SOAK, the factor by which the stress tests run longer; 1 if it is not set. This header also
+// says which sanitizer the build has, so that tests can do less work with it.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>
@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-// ThreadSanitizer makes every memory access about ten times slower. Under it, tests run fewer of the cases
-// that differ only in sizes or use one thread, but all cases with several threads.
+// ThreadSanitizer makes every memory access about ten times slower. With ThreadSanitizer, tests run all cases
+// that use several threads. They leave out some of the cases that use one thread or differ only in sizes.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kThreadSanitizer = true;
 #else

@@ -1,5 +1,5 @@
-// What bonus_lru adds to LRU: a block that was hit is evicted later. Other tests here check the order in
-// which it evicts a chain of which some blocks were hit.
+// Tests the policy bonus_lru: it evicts a block that was hit later than LRU does. Some of these tests check
+// in which order it evicts a chain if only some of the chain's blocks were hit.
 #include <doctest/doctest.h>
 
 #include <vector>

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kNoLimit = SIZE_MAX;
 
-// A request with pages in several groups. A page may be in either of two tiers, in both or in neither.
+// A request with pages in several groups. A page may be in one of two tiers, in both tiers or in no tier.
 struct Request {
   std::vector<GroupRule> rules;
   uint64_t alignment;

@@ -1,5 +1,5 @@
-// The copy kernel and the rotation kernel, run on the CPU with all warps at once and compared with the CPU's
-// own code. Another test checks how many blocks a kernel is launched with.
+// Runs the copy kernel and the rotation kernel on the CPU, with all warps at once, and compares the results
+// with those of the CPU's own code. The last test checks how many thread blocks a kernel is launched with.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -31,8 +31,8 @@ ByteVector random_bytes(size_t count, uint32_t seed) {
   return bytes;
 }
 
-// A pool with two layers of four blocks, and pages of two of the blocks in host memory. The addresses are
-// `skew` bytes past aligned ones.
+// A pool with two layers of four blocks, and pages of two of these blocks in host memory. All addresses are
+// `skew` bytes past an aligned address.
 struct CopyWorld {
   CopyWorld(int64_t run, int64_t skew)
       : pool(static_cast<size_t>(8 * (run + skew) + 64)), pages(static_cast<size_t>(4 * run + 64)) {
@@ -47,8 +47,8 @@ struct CopyWorld {
     where = {{2, at(pages)}, {0, at(pages) + static_cast<uintptr_t>(2 * run)}};
   }
 
-  // Whether the kernel leaves the same bytes everywhere as plain copies of complete runs. `with_launch`: the
-  // kernel gets its tables in the launch instead of in memory.
+  // Whether pool and pages have the same bytes after the kernel as after plain copies of complete runs.
+  // `with_launch`: the kernel gets its tables as launch parameters instead of in memory.
   bool copies_alike(bool to_device, bool with_launch) {
     const ByteVector pool_before = random_bytes(pool.size(), 1), pages_before = random_bytes(pages.size(), 2);
     std::copy(pool_before.begin(), pool_before.end(), pool.begin());
@@ -87,8 +87,8 @@ struct CopyWorld {
   std::vector<cuda::CopyPage> where;
 };
 
-// Rows that are rotated, copied or zeroed on their way from one pool to another. The pools' addresses are
-// `skew` bytes off the alignment of vectors.
+// Rows that are rotated, copied or zeroed while they move from one pool to another. The pools' addresses are
+// `skew` bytes past the alignment of vectors.
 template <typename Kind>
 struct RotationWorld {
   using Element = typename Kind::Element;
@@ -190,16 +190,16 @@ TEST_CASE(
 
 namespace {
 
-// What a forward pass saw of a load of two layers that ran beside it, and whether the kernel's counters had
-// the right values at the end.
+// What a forward pass observed of a load of two layers that ran at the same time, and whether the kernel's
+// counters had the right values at the end.
 struct LayersSeen {
   bool early = false;   // a wait for a layer had ended, but the layer's bytes were missing
   bool beside = false;  // the wait for the first layer had ended before the kernel counted the second
   bool counted = false;
 };
 
-// `counted_before`: how many warps the first stage's counter counts before the kernel starts.
-// `first_is_empty`: the first layer's chunks belong to the second stage, so that the first stage has none.
+// `counted_before`: the value of the first stage's warp counter before the kernel starts. `first_is_empty`:
+// the first layer's chunks belong to the second stage, so that the first stage has none.
 LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   CopyWorld world(73728, 0);
   const ByteVector pages = random_bytes(world.pages.size(), 2);
@@ -207,7 +207,7 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
   const auto half = static_cast<int32_t>(world.chunks.size() / 2);
   const std::array<int32_t, 2> stage_ends{first_is_empty ? 0 : half, 2 * half};
   std::array<uint32_t, 2> warps{counted_before, 0};
-  uint32_t passed = 0xFFFFFFFF;  // the first stage that is counted wraps it around to 0
+  uint32_t passed = 0xFFFFFFFF;  // the first stage that is counted increments it to 0
   cuda::CopyJob job{world.chunks.data(), world.where.data(), 2 * half,
                     static_cast<int32_t>(world.where.size()), true};
   job.stage_ends = stage_ends.data();
@@ -219,8 +219,8 @@ LayersSeen load_layers(unsigned counted_before, bool first_is_empty) {
       cuda::wait_kernel(&passed, layer);
       if (layer == 0) seen.beside = cuda::read_word(&passed) == 0;
       const Segment& segment = world.segments[layer];
-      // Under ThreadSanitizer the bytes are not compared. ThreadSanitizer would report a race, because the
-      // emulation lacks CUDA's fences, which prevent it.
+      // Does not compare the bytes under ThreadSanitizer. It would report a race here, because the emulation
+      // lacks CUDA's fences, which prevent this race.
       for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
         const auto* from =
             reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
@@ -293,7 +293,7 @@ TEST_CASE("a launch takes one full block a multiprocessor, and no more than its 
   CHECK(blocks_for(1, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(32, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(33, kFullBlockThreads, 8) == 2);
-  // If there is more work, eight multiprocessors still get only eight blocks of 1,024 threads.
+  // With more work, the launch still has only eight blocks of 1,024 threads if eight is the maximum.
   for (const int64_t items : {int64_t{8 * 32}, int64_t{8 * 32 + 1}, int64_t{1} << 40, INT64_MAX}) {
     CHECK(blocks_for(items, kFullBlockThreads, 8) == 8);
   }

@@ -1,4 +1,5 @@
-// The transform kernel, run on the CPU with all warps at once and compared with the CPU's own transform.
+// Runs the transform kernel on the CPU, with all warps at once, and compares the results with those of the
+// CPU's own transform.
 #include <doctest/doctest.h>
 
 #include "emulated_cuda.h"
@@ -13,7 +14,7 @@ using namespace flexkv;
 
 namespace {
 
-// Small numbers, because each CUDA thread is a thread of the operating system.
+// The numbers are small, because each CUDA thread is a thread of the operating system.
 constexpr unsigned kBlocks = 2, kBlockThreads = 64;
 
 void run_transform(const TransformBatch& batch) {
@@ -55,8 +56,8 @@ bool loads_alike(TransformWorld& world) {
          result.bad_run == std::vector<int32_t>(static_cast<size_t>(world.num_blocks), kNoBadRun);
 }
 
-// Writes digests of the bytes in the pool into a copy of the slots, and returns it. `emulated`: the kernel
-// makes the digests; otherwise they are made lane by lane on the CPU.
+// Writes digests of the bytes in the pool into a copy of the slots, and returns the copy. If `emulated` is
+// true, the kernel computes the digests; otherwise the CPU computes them lane by lane.
 ByteVector digests_in_pool(const TransformWorld& world, bool emulated) {
   const TransformTables tables(*world.map, false);
   ByteVector slots = world.slots;
@@ -98,7 +99,7 @@ TEST_CASE("emulated: the transform kernel digests and verifies in the pool") {
   world.move(*host_transform_device(), false);
   const ByteVector by_kernel = digests_in_pool(world, true);
   CHECK(by_kernel == digests_in_pool(world, false));
-  CHECK(by_kernel == world.slots);  // the digests that were made while copying are the same
+  CHECK(by_kernel == world.slots);  // the digests that were computed during the copy are the same
 }
 
 TEST_CASE("emulated: the transform kernel names the run with a flipped byte") {

@@ -1,5 +1,5 @@
-// The contract between the block index and its eviction policies, checked for every policy and for one that
-// is defined here.
+// Checks the contract between the block index and its eviction policies, for every policy of flexkv and for
+// the example policy of most_recent.h.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -110,7 +110,7 @@ void take_random_steps(const PolicyKind& policy) {
   }
 }
 
-// A policy that records the arguments of each call.
+// An LRU policy that records the arguments of the index's calls.
 class Recorder final : public EvictionPolicy {
  public:
   explicit Recorder(const PolicyRoom& room) : room_(room) { last = this; }
@@ -260,7 +260,7 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
     store(index, wanted);
     store(index, keys(8, 9));  // evicts `wanted`, whose keys become ghosts
     CHECK(match(index, wanted).empty());
-    store(index, wanted);  // `wanted` comes back
+    store(index, wanted);  // stores `wanted` again
     for (uint64_t scan = 10; scan < 26; ++scan) store(index, keys(1, scan));
     CHECK(match(index, wanted).size() == (with_ghosts ? 4 : 0));
     index.check_integrity({});

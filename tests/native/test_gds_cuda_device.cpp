@@ -1,5 +1,5 @@
-// Staged transfers whose pool and slots are in the memory of a fake GPU. They use the product's streams,
-// fences, contexts and captures; the kernel's work is done lane by lane on the CPU. Nothing here ran on a
+// Staged transfers whose pool and slots are in the memory of a fake GPU. They use flexkv's own code for
+// streams, fences, contexts and captures. The CPU does the kernel's work lane by lane, so these tests need no
 // GPU.
 #include <doctest/doctest.h>
 
@@ -40,7 +40,7 @@ std::string launch(const TransformBatch& batch, TransformGrid, int multiprocesso
 }
 
 // Records which device was current when memory was registered and deregistered, and checks the current device
-// at each transfer. `refusal`: if not empty, registration fails with this reason.
+// at each transfer. If `refusal` is not empty, registration fails with this reason.
 class ContextIo : public FileIo {
  public:
   explicit ContextIo(std::shared_ptr<FileIo> inner) : inner_(std::move(inner)) {}
@@ -165,7 +165,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
   }
   GpuWorld refused;
   refused.io->refusal = "cuFileBufRegister: out of BAR space";
-  CHECK(refused.move(false).ok());  // the transfer works nevertheless
+  CHECK(refused.move(false).ok());  // the transfer succeeds although registration failed
   CHECK(refused.manager->describe().find(
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
 }
@@ -285,7 +285,7 @@ TEST_CASE("gds on a fake GPU: ranges of layers arrive one by one, each checked b
   world.fill();
   const std::vector<unsigned char> content = world.pool;
   REQUIRE(world.move(false).ok());
-  // Later reads of single ranges of layers use these pages.
+  // The reads of single ranges of layers below use these pages.
   std::vector<StagedPage> pages;
   for (int64_t i = 0; i < GpuWorld::kBlocks; ++i) pages.push_back({i, 0, 0, i * GpuWorld::kImage});
   const auto read = [&](LayerRange layers) {

@@ -1,4 +1,4 @@
-// cuFile as its callers see it, with a fake library: plain memory stands in for GPU memory.
+// Tests transfers through cuFile with a fake libcufile, which uses host memory as GPU memory.
 #include "base/error.h"
 #include "fake_cufile.h"
 #include "gds/io_choice.h"
@@ -35,7 +35,7 @@ TEST_CASE("staged transfers make one aligned cuFile call a page, into memory reg
   CHECK(read.ok());
   CHECK(read.bounced_calls == 0);
   CHECK(c.world.pool == content);
-  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // plus one read per file to learn its route
+  CHECK(fake.calls == 2 * GdsWorld::kBlocks + 2);  // plus one read per file to learn the file's route
   CHECK(fake.buffers.size() == 1);
   CHECK(c.io->name().find("GPUDirect Storage (nvidia-fs 2.0)") != std::string::npos);
 }
@@ -76,7 +76,7 @@ TEST_CASE(
   const TransferReport written = c.manager->transfer(*c.world.map, pages, false);
   CHECK(written.ok());
   CHECK(written.bounced_calls == GdsWorld::kBlocks);
-  CHECK(fake.calls == 2);  // only the one read per file that learns its route
+  CHECK(fake.calls == 2);  // only one read per file, from which the manager learns the file's route
   std::memset(c.world.pool.data(), 0, c.world.pool.size());
   CHECK(c.manager->transfer(*c.world.map, pages, true).ok());
   CHECK(c.world.pool == content);
@@ -118,7 +118,7 @@ TEST_CASE("a driver that does not open is an error that says why; without a GPU 
   reset_fake();
   fake.open_error = 5001;
   CHECK_THROWS_WITH_AS(Cufile{fake_table()}, doctest::Contains("5001"), ConfigError);
-  fake.open_error = 5026;  // the driver has been opened by another user in this process
+  fake.open_error = 5026;  // other code in this process has opened the driver already
   {
     const Cufile opened(fake_table());
   }

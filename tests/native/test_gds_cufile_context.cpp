@@ -1,4 +1,4 @@
-// The context in which cuFile's driver is opened, on a fake GPU and with a fake libcufile.
+// Tests in which CUDA context flexkv opens cuFile's driver, with a fake GPU and a fake libcufile.
 #include "cuda/device.h"
 #include "fake_cuda.h"
 #include "fake_cufile.h"
@@ -28,7 +28,7 @@ TEST_CASE("cufile context: what a machine promises is asked with the device curr
   CHECK(fake_cuda::current_device() == -1);  // unchanged
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
   users.emplace();
-  static_cast<void>(open(nullptr));  // control: without a device, no context is current
+  static_cast<void>(open(nullptr));  // control: without a device, no context is current during the open
   CHECK(opened.device == -1);
 
   fake.status_flags = 0;

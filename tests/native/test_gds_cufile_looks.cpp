@@ -1,5 +1,5 @@
-// Before its first transfer a manager reads each file once to learn which route cuFile uses for it. A disk
-// may never answer such a read.
+// Before its first transfer, a manager reads each file once, to learn which route cuFile uses for the file.
+// These tests use disks that do not answer this read.
 #include <future>
 #include <thread>
 
@@ -32,7 +32,8 @@ struct SilentDisks {
   }
   ~SilentDisks() {
     disk.release();
-    // After the read has dropped its reference, two references remain: the world's and its manager's.
+    // After the read has dropped its reference to `io`, two references remain: that of the world and that of
+    // its manager.
     const auto deadline = deadline_in(kGdsGenerousS);
     while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
     CHECK(world.io.use_count() <= 1 + 1);

@@ -1,5 +1,5 @@
-// The route of each file's and each call's I/O. It is learned from cuFile's statistics, and is "not known"
-// without them.
+// Tests which route flexkv reports for each file and each call. flexkv learns the route from cuFile's
+// statistics. Without statistics it reports "not known".
 #include <chrono>
 #include <condition_variable>
 #include <thread>
@@ -14,7 +14,8 @@ bool says(const CufileWorld& c, const std::string& words) {
   return c.io->name().find(words) != std::string::npos;
 }
 
-// Writes and reads every block, and checks that its bytes come back. Returns the report of the read.
+// Writes and reads every block, and checks that the read returns the written bytes. Returns the report of the
+// read.
 TransferReport write_and_read(CufileWorld& c) {
   c.world.fill(3);
   const auto content = c.world.pool;
@@ -26,7 +27,7 @@ TransferReport write_and_read(CufileWorld& c) {
   return read;
 }
 
-// A CufileWatch over counts that the test sets. `there`: whether the library has counts.
+// A CufileWatch that reads counts which the test sets. `there`: whether the library provides counts.
 struct Ops {
   CufileOps now;
   bool there = true;
@@ -55,7 +56,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   CHECK(says(c, "1 of 2 files by GPUDirect Storage"));
   CHECK(says(c, c.files->at(1, 0).path + " by POSIX calls inside cuFile"));
   CHECK(!says(c, "GPUDirect Storage ("));
-  CHECK(c.manager->direct_refusal().empty());  // not refused: one file with the direct route is enough
+  CHECK(c.manager->direct_refusal().empty());  // empty, because one file with the direct route is enough
 }
 
 TEST_CASE("cufile routes: properties that promise GPUDirect are not believed against the statistics") {
@@ -97,7 +98,7 @@ TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
     CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
   }
   reset_fake();
-  CufileWorld pool;  // stands for an engine's pool, which is not registered
+  CufileWorld pool;  // represents an engine's pool, which is not registered
   fill_files(pool);
   alignas(4096) static char memory[4096];
   const IoCall call{false, 0, 0, 0, memory, 4096};
@@ -185,7 +186,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   auto second = ops.watch.begin();
   ops.now.direct += 1;
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
-  ops.now.direct += 3;  // cuFile may count a large call as several
+  ops.now.direct += 3;  // cuFile may count a large call as several calls
   CHECK(ops.watch.end(second, two, true) == IoRoute::kDirect);
   CHECK(one->load() == IoRoute::kDirect);
   CHECK(ops.watch.calls().direct == 2);
@@ -196,7 +197,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
   ops.now.bounced += 1;
   CHECK(ops.watch.end(second, two, true) == IoRoute::kUnknown);
-  CHECK(two->load() == IoRoute::kDirect);  // the file keeps the route that was seen last
+  CHECK(two->load() == IoRoute::kDirect);  // the file keeps the last known route
   CHECK(ops.watch.calls().unknown == 1);
 
   first = ops.watch.begin();
@@ -304,5 +305,6 @@ TEST_CASE("cufile users: the driver is opened once, and stays open after its las
     CHECK(opens == 1);
     CHECK(closes == 0);
   }
-  CHECK(closes == 1);  // control: a close is noticed. The process's own CufileUsers is never destroyed
+  CHECK(closes == 1);  // control: the test detects a close. The CufileUsers that the process itself uses is
+                       // never destroyed
 }

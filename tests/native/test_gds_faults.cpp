@@ -1,5 +1,5 @@
-// Transfers with disks and devices that fail. The report lists the failed pages, all other pages are good,
-// nothing leaks, and the next transfer is not affected.
+// Tests transfers with disks and devices that fail: the report lists the failed pages, all other pages are
+// good, nothing leaks, and the next transfer succeeds.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -126,7 +126,7 @@ TEST_CASE_TEMPLATE(
   const auto content = world.stored();
   world.device->fail_batches(2);
   const TransferReport report = world.move(true);
-  CHECK(report.failures.size() == 2);  // on a host device each batch has one page
+  CHECK(report.failures.size() == 2);  // on a host device each batch has one page, so two batches fail
   for (const PageFailure& failure : report.failures)
     CHECK(failure.reason.find("CUDA error 719") != std::string::npos);
   CHECK(world.move(true).ok());
@@ -241,7 +241,8 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     world.manager->cancel();
     world.io->release();
     transfer.join();
-    // The engine may reuse the transfer's blocks at once, so no bytes may arrive later.
+    // The engine may reuse the transfer's blocks as soon as the transfer has returned, so no bytes may arrive
+    // after that.
     CHECK(world.io->in_flight() == 0);
     std::memset(world.pool.data(), 0x5A, world.pool.size());
     const auto reused = world.pool;
@@ -320,7 +321,7 @@ TEST_CASE_TEMPLATE("a closed manager, unknown files and blocks named twice are r
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
     pages = {GdsWorld::page(1), GdsWorld::page(1)};
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
-    pages[1].block = 2;  // two blocks may be read from one place, but not be written to it
+    pages[1].block = 2;  // two blocks may be read from the same place in a file, but not be written to it
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, false), BlockRangeError);
     pages[1].block = 1;
     pages[1].file_offset += GdsWorld::kImage;

@@ -1,4 +1,5 @@
-// When a transfer's small buffers on a GPU are allocated and freed. The test's memory records both.
+// Tests when the small buffers of a transfer on a GPU are allocated and freed. A fake device memory records
+// each allocation and each free.
 #include <doctest/doctest.h>
 
 #include <cstdlib>

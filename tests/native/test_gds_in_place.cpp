@@ -1,5 +1,6 @@
-// Images of blocks that are contiguous in the pool. A block's bytes move directly between disk and pool. Its
-// digests pass through a slot, and the transform makes the digests from the bytes in the pool.
+// Tests transfers of blocks that are contiguous in the pool. A block's bytes move directly between disk and
+// pool, without a staging slot. Its digests pass through a slot, and the transform computes them from the
+// bytes in the pool.
 #include <doctest/doctest.h>
 
 #include "gds_world.h"
@@ -62,7 +63,7 @@ TEST_CASE("a page of one piece moves without a copy, digested and verified in th
     const TransferReport read = world.move(true);
     CHECK(read.ok());
     CHECK(world.content() == content);
-    // If the file system has no direct I/O, the pages pass through slots.
+    // If the file system has no direct I/O, the pages pass through staging slots.
     CHECK(read.staged == !world.direct);
     CHECK(read.io_calls == BlockFirstWorld::kBlocks * (world.direct ? 2 : 1));
     if (world.direct) CHECK(world.manager->staging_bytes() == 64 * 4096);
@@ -76,7 +77,7 @@ TEST_CASE("images are the same whichever way they were written") {
   const auto content = world.content();
   REQUIRE(world.move(false).ok());
   std::memset(world.pool, 0, static_cast<size_t>(BlockFirstWorld::kBlocks * BlockFirstWorld::kStripe));
-  // A pool that does not begin on a 4 KiB boundary, so that its pages pass through slots.
+  // This pool does not begin on a 4 KiB boundary, so its pages pass through staging slots.
   std::vector<unsigned char> other(world.memory.size() + 64);
   auto* base = other.data() + (16 - reinterpret_cast<uintptr_t>(other.data()) % 16) % 16;
   if (reinterpret_cast<uintptr_t>(base) % 4096 == 0) base += 16;

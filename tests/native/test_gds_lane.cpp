@@ -1,4 +1,4 @@
-// A transfer engine with the gds lane, with faults injected between the lane and its disks.
+// Tests a transfer engine with the gds lane. Faults are injected between the lane and its disks.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -69,7 +69,8 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   }
   LaneWorld world({});
   OpResult written = world.run(OpKind::kGdsWrite, kCount);
-  std::fill_n(written.digests.begin() + 2 * kLaneLayers, kLaneLayers, 0);  // page 2: as after a torn write
+  std::fill_n(written.digests.begin() + 2 * kLaneLayers, kLaneLayers, 0);  // page 2: as after an incomplete
+                                                                           // write
   world.seal(written, kCount);
   world.device->fail_batches(kCount);
   const OpResult torn = world.run(OpKind::kGdsRead, kCount);
@@ -80,7 +81,8 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   std::swap(other.places[0], other.places[1]);
   REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
   CHECK(world.engine->poll(1).front().causes == std::vector<FailureCause>(2, FailureCause::kContent));
-  // The lane cannot allocate staging. This needs another lane, because a lane allocates its staging once.
+  // The lane cannot allocate staging. This check needs another lane, because a lane allocates its staging
+  // memory once.
   LaneWorld poor({});
   poor.device->fail_allocation(true);
   const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
@@ -116,7 +118,7 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   LaneWorld world({});
   const auto both = [&](OpSpec first, OpSpec second) {
     GraphSpec graph;
-    graph.ops = {std::move(first), std::move(second)};  // queued together: the lane takes both at once
+    graph.ops = {std::move(first), std::move(second)};  // one graph, so the lane takes both at once
     const auto ticket = world.engine->submit(std::move(graph));
     REQUIRE(ticket);
     REQUIRE(world.engine->wait(*ticket, kGdsGenerousS));
@@ -246,7 +248,7 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
         continue;
       }
       CHECK(found.failed.empty());
-      // All layers have arrived already when the wait for the first one returns.
+      // All layers have arrived when the wait for the first layer returns.
       for (int32_t at = 0; at < kLaneLayers * kLaneBlocks; ++at) {
         if (at % kLaneBlocks >= kCount) continue;
         const auto* run = world.pool.data() + at * kLaneRun;

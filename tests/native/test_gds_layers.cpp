@@ -1,4 +1,4 @@
-// Layerwise GDS_READ: the layers of pages on disk arrive in the pool in ranges, and each range is verified
+// Layerwise GDS_READ: the lane reads the layers of pages from disk in ranges, and verifies each range
 // separately.
 #include <doctest/doctest.h>
 
@@ -66,7 +66,7 @@ TEST_CASE("the first layer of gds pages is there while the last ones are still b
   REQUIRE(first.in_time);
   CHECK(first.failed.empty());
   CHECK(world.has_layers(0, 1));
-  CHECK_FALSE(world.has(4, 1));  // layer 1 of another page may be arriving right now
+  CHECK_FALSE(world.has(4, 1));  // layer 1 of other pages may be arriving at this time
   CHECK_FALSE(world.engine->wait_layer(ticket, 1, 0.05).in_time);
   world.io->release();
   CHECK(world.result(ticket).status == Status::kOk);
@@ -103,7 +103,7 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
     for (const auto& [offset, good_layers] : {Place{100, 0}, Place{kInSecond, 1}, Place{kTrailer + 8, 0}}) {
       CAPTURE(what);
       CAPTURE(offset);
-      if (fault == IoFault::kCorrupt && offset > kTrailer) continue;  // the flipped byte has no meaning
+      if (fault == IoFault::kCorrupt && offset > kTrailer) continue;  // this byte is not page content
       LayerWorld world({{.fault = fault, .write = false, .offset = in_page(3, offset), .times = 1}});
       const OpResult read = world.result(submit_op(*world.engine, world.read()));
       CHECK(read.failed == std::vector<int32_t>{3});
@@ -119,8 +119,8 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
 }
 
 TEST_CASE("a gds page that is damaged between its ranges is refused by the trailer of the later one") {
-  // The reads of every page's second range are held, so that no thread reads the last page's second range
-  // before the test has damaged it.
+  // The reads of every page's second range stall. So no thread reads the last page's second range before the
+  // test has damaged it.
   std::vector<FileFaultRule> stalls;
   for (int32_t place = 0; place < kPages; ++place) {
     stalls.push_back({.fault = IoFault::kStall, .write = false, .offset = in_page(place, kInSecond)});
@@ -131,7 +131,7 @@ TEST_CASE("a gds page that is damaged between its ranges is refused by the trail
   REQUIRE(world.engine->wait_layer(ticket, 0, kGdsGenerousS).in_time);
   std::fstream file(world.folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(in_page(6, world.codec->image().trailer_offset()));
-  file.write("FKVPAGE0", 8);  // as if the write of another page had begun
+  file.write("FKVPAGE0", 8);  // has the same effect as the start of a write of another page
   file.close();
   world.io->release();
   const OpResult read = world.result(ticket);
@@ -165,7 +165,7 @@ TEST_CASE("a gds write is never layerwise") {
 }
 
 TEST_CASE("runs of layers that do not follow each other in the stripe come as one range") {
-  // K of both layers, then V of both: the runs of layer 0 enclose one of layer 1.
+  // K of both layers, then V of both: a run of layer 1 lies between the two runs of layer 0.
   std::vector<unsigned char> pool(4 * 4096);
   std::vector<Segment> runs;
   for (int32_t run = 0; run < 4; ++run) {

@@ -1,4 +1,5 @@
-// Transforms and I/O of different pages overlap, so a page that waits for its disk delays no other page.
+// Tests that transforms and I/O of different pages overlap, so that a page that waits for its disk does not
+// delay other pages.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -28,10 +29,10 @@ class EndedPages : public PageGate {
 };
 
 constexpr int32_t kStalled = 2;      // block 2, in image 1 of disk 0: among the first pages that get slots
-constexpr double kNeverEndsS = 0.2;  // how long to wait for something that must not happen
+constexpr double kNeverEndsS = 0.2;  // how long to wait for an event that must not happen
 
-// Whether all other pages finish while the call of one page is stalled. `serial`: the pages move one after
-// another, as in a transfer without overlap.
+// Whether all other pages finish while the call of one page is stalled. If `serial` is true, the pages move
+// one after another, as in a transfer without overlap.
 bool others_end(bool is_read, bool serial) {
   GdsWorld world({{.fault = IoFault::kStall,
                    .write = is_read ? false : true,

@@ -1,6 +1,6 @@
-// The engine's pool is registered with cuFile. Contiguous blocks then move directly between disk and pool,
-// and no registration outlives the pool's memory. A fake cuFile counts the moves and registrations, and plain
-// memory stands in for a GPU's.
+// Tests the registration of the engine's pool with cuFile. Contiguous blocks then move directly between disk
+// and pool, and no registration outlives the pool's memory. A fake cuFile counts moves and registrations, and
+// uses host memory as GPU memory.
 #include <fstream>
 #include <numeric>
 
@@ -15,7 +15,7 @@ using namespace flexkv;
 
 namespace {
 
-// A device that lets disks reach only `window` bytes of its memory.
+// A device whose memory disks can access only in a window of `window` bytes.
 class NarrowDevice : public TransformDeviceAround {
  public:
   explicit NarrowDevice(int64_t window) : TransformDeviceAround(host_transform_device()), window_(window) {}
@@ -85,7 +85,8 @@ struct PoolWorld {
     return all;
   }
   TransferReport move(bool is_read) { return manager->transfer(*map, pages(), is_read); }
-  // Writes and reads every block, and checks that its bytes come back. Returns the report of the read.
+  // Writes and reads every block, and checks that the read returns the written bytes. Returns the report of
+  // the read.
   TransferReport there_and_back() {
     std::mt19937 random(9);
     for (int64_t i = 0; i < kBlocks * kStripe; ++i) pool[i] = static_cast<unsigned char>(random());
@@ -242,7 +243,7 @@ TEST_CASE("pool registration: released before the memory goes, registered again 
   CHECK(world.manager->pool().released == 3);
   world.manager->release_pool();  // idempotent
   CHECK(world.manager->pool().released == 3);
-  world.manager->restore_pool();  // as when the engine wakes
+  world.manager->restore_pool();  // the manager calls this when the engine wakes up
   CHECK(world.in_pool() == 3);
   CHECK(fake.registered == before + 3);
   CHECK(!world.there_and_back().staged);
@@ -269,7 +270,7 @@ TEST_CASE("pool registration: a transfer in flight keeps the registration") {
       refused = true;
     }
   };
-  std::thread mover([&] { CHECK(world.move(true).failures.size() == PoolWorld::kBlocks); });  // no images yet
+  std::thread mover([&] { CHECK(world.move(true).failures.size() == PoolWorld::kBlocks); });  // no images
   mover.join();
   fake.before_move = nullptr;
   CHECK(refused);

@@ -1,4 +1,5 @@
-// The transfer templates for tensors, called with a tensor type that has only the members they need.
+// Tests the transfer templates for tensors. It calls them with a tensor type that has only the members that
+// the templates need.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -86,7 +87,8 @@ namespace {
 
 constexpr int64_t kTensorLayers = 3, kTensorChunk = 1000, kTensorBlocks = 6;
 
-// A dense pool in the layout of one backend, and the transfers of that backend's template.
+// A dense pool in the layout of one inference engine (`Type`), and calls of the transfer template for this
+// engine.
 template <BackendType Type>
 struct BackendPool {
   BackendPool() : bytes(static_cast<size_t>(kTensorLayers * 2 * kTensorBlocks * kTensorChunk)) {
@@ -98,8 +100,8 @@ struct BackendPool {
       pointers.push_back(reinterpret_cast<int64_t*>(bytes.data() + i * tensor_bytes));
     }
   }
-  // The address of a run. It is computed from the comments at BackendType, independently of the handler's
-  // arithmetic.
+  // The address of a run. It follows the layouts that the comments at BackendType describe, independently of
+  // the handler's arithmetic.
   unsigned char* run(int64_t layer, int64_t kv, int64_t block) {
     const int64_t index = Type == BackendType::TRTLLM ? (block * kTensorLayers + layer) * 2 + kv
                           : Type == BackendType::VLLM ? (layer * 2 + kv) * kTensorBlocks + block
@@ -114,8 +116,8 @@ struct BackendPool {
                                  Type == BackendType::TRTLLM ? 2 * kTensorChunk : 0);
     const std::vector<int32_t> layers{0, 1, 2};
     const std::vector<int64_t> ssd{4, 1, 3, 0}, gpu{0, 2, 3, 5};
-    // On disk a block has K of every layer, then V. No backend's pool has this order, so every transfer goes
-    // through staging.
+    // On disk a block has the K of every layer, then the V of every layer. No engine's pool has this order,
+    // so every transfer goes through staging.
     transfer_kv_blocks_gds_staged<Type>(manager, tensor(layers), handler, tensor(ssd), tensor(gpu),
                                         kTensorChunk, kTensorLayers * 2 * kTensorChunk,
                                         kTensorLayers * kTensorChunk, kTensorChunk, 0, 3, kTensorLayers,

@@ -1,5 +1,5 @@
-// The layout transform's functions, run lane by lane on the CPU and compared with the vectorised path and
-// plain copies.
+// Runs the functions of the layout transform lane by lane on the CPU, and compares the results with those of
+// the vectorised code and of plain copies.
 #include <doctest/doctest.h>
 
 #include <algorithm>

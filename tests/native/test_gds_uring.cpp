@@ -1,4 +1,5 @@
-// Transfers through io_uring rings with injected faults: what the ring reports, and how the transfer reacts.
+// Tests transfers through io_uring rings with injected faults: which results the ring reports, and how the
+// transfer reacts.
 #include <doctest/doctest.h>
 
 #include "base/error.h"
@@ -29,8 +30,8 @@ struct RingWorld {
 
   // Fills `memory` with `pieces` reads of equal length.
   std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
-    // The memory is not aligned, so the reads use the page cache. The rest of a read that a fault has cut has
-    // an odd length, which direct I/O does not allow.
+    // The memory is not aligned, so the reads use the page cache. After a fault has shortened a read, its
+    // rest has an odd length, which direct I/O does not allow.
     std::vector<unsigned char> room(static_cast<size_t>(kBytes) + 8192);
     unsigned char* const start = room.data() + (4096 - reinterpret_cast<uintptr_t>(room.data()) % 4096) + 8;
     const int64_t each = kBytes / pieces;

@@ -31,7 +31,7 @@ std::string hash(const std::string& text, Sha256Compress compress) {
   return hex(sha.finish());
 }
 
-// An index of one group, all of whose slots are available.
+// An index of one group. All slots of the group are up.
 struct FullIndex : BlockIndex {
   explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
 };
@@ -251,7 +251,8 @@ TEST_CASE("all leases but those named end, and what was pending without one leav
   const std::vector<EntryId> never_leased = {kNoEntry};
   CHECK_THROWS_AS(index.keep_leases(never_leased), ContractError);
   const std::vector<EntryId> leased = {named.entries[0], stored.entries[1]};
-  // Leases that end: 2 of the removed entry, 1 and 2 of the other ready ones, and 4 of the two lost ones.
+  // The leases that end: 2 of the removed entry, 1 and 2 of the other two ready entries, and 4 of the two
+  // entries in `lost`.
   CHECK(index.keep_leases(leased) == 2 + 1 + 2 + 4);
   index.check_integrity(leased);
   CHECK(index.free_slots(0) == 5);

@@ -22,7 +22,7 @@ TEST_CASE("blocks from before are found in their slots, the oldest leave first")
   BlockIndex index({8}, "lru", 42);
   index.grow(0, 8);
   const auto chain = keys(4, 1);
-  // The blocks of the chain were used together. The last one counts as the oldest.
+  // The blocks of the chain were used together. The last block of the chain counts as the oldest.
   const std::vector<BlockKey> oldest_first(chain.rbegin(), chain.rend());
   const std::vector<int32_t> at = {6, 2, 5, 0};
   std::vector<uint8_t> taken(4);
@@ -43,7 +43,7 @@ TEST_CASE("rows that contradict each other are passed over") {
   BlockIndex index({4}, "lru", 42);
   index.grow(0, 4);
   auto rows = keys(5, 1);
-  rows[1] = rows[4];  // the same key twice: the later row counts
+  rows[1] = rows[4];  // the same key twice: `adopt` uses the later row
   const std::vector<int32_t> at = {0, 1, 4, -1, 2};
   std::vector<uint8_t> taken(5);
   CHECK(index.adopt(0, rows, at.data(), taken.data()) == 2);

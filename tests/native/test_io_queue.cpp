@@ -1,4 +1,4 @@
-// Every kind of I/O queue keeps the contract of io_queue.h for calls of wake().
+// Tests that every kind of I/O queue keeps the contract of io_queue.h for calls of wake().
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -27,7 +27,8 @@ std::vector<MakeQueue> kinds() {
   return made;
 }
 
-// Runs `before` on a new queue, then waits. Returns whether the wait ended within `seconds`; if not, ends it.
+// Runs `before` on a new queue, then calls wait(). Returns whether wait() returned within `seconds`. If it
+// did not, ends the wait with wake().
 bool wait_ends(const MakeQueue& make, const std::function<void(IoQueue&)>& before, double seconds) {
   std::atomic<IoQueue*> queue{nullptr};
   std::atomic<bool> ended{false};
@@ -64,7 +65,7 @@ TEST_CASE("a call of wake ends the next wait, also if a take came between") {
           queue.take(done);
         },
         60));
-    // Controls: nothing has woken the queue, or a wait has already ended for it.
+    // Controls: wake() was not called, or an earlier wait() has consumed the call.
     CHECK(!wait_ends(make, [](IoQueue&) {}, 0.1));
     CHECK(!wait_ends(
         make,
