@@ -51,11 +51,15 @@ class ContractError(FlexKVError, AssertionError):
 
 
 class TransferError(FlexKVError, OSError):
-    """Some blocks of a synchronous transfer did not arrive, and all others did. The message says which and why."""
+    """Some blocks of a synchronous transfer did not arrive, and all other blocks did. The message lists the failed
+    blocks, with the reason.
+    """
 
 
 class DiskError(FlexKVError, OSError):
-    """A folder, slab or index of the disk tier cannot be used. The message names it and the system's error."""
+    """A folder, slab or index of the disk tier cannot be used. The message names the folder, slab or index, and the
+    system's error.
+    """
 
 
 class StoreError(FlexKVError, OSError):

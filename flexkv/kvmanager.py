@@ -1,4 +1,6 @@
-"""Raises ConfigError when imported. The other package named flexkv has its cache manager in a module of this name."""
+"""Raises ConfigError when imported. Another package that is named flexkv has its cache manager in a module with this
+name.
+"""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

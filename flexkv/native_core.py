@@ -1,4 +1,4 @@
-"""Explains a native core that is missing, or that was built from another version of the source."""
+"""Raises errors with an explanation if the native core is missing or was built from another version of the source."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from flexkv.errors import NativeCoreError
 
 STUB = Path(__file__).with_name("c_ext.pyi")
 DIGITS = 12
-"""Number of the digest's digits that are compared; the build writes as many (`build_support.ninja_file.interface_id`).
+"""How many digits of the two digests are compared. The build writes as many digits into the native core
+(`build_support.ninja_file.interface_id`).
 """
 UNKNOWN = "unknown (older than this check)"
 
 
 def missing_core(error: ImportError) -> NativeCoreError | None:
     """Returns an error that explains an import of the missing native core; None if `error` is about another module."""
-    # After `from flexkv import c_ext`, the error has the package's name; after `import flexkv.c_ext`, the module's.
+    # After `from flexkv import c_ext`, the error has the package's name; after `import flexkv.c_ext`, it has the
+    # module's name.
     if error.name not in ("flexkv", "flexkv.c_ext"):
         return None
     return NativeCoreError(

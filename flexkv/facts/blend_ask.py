@@ -1,4 +1,4 @@
-"""A request's settings for blending."""
+"""A request's settings for blending: the reuse of cached segments at other positions in a prompt."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def first_words(keys: Keys) -> NDArray[np.uint64]:
 
 
 class Rule(Enum):
-    """Which pages of a KV group a hit needs, so that the engine can continue after the hit."""
+    """The rule that says which pages of a KV group a hit needs, so that the engine can continue after the hit."""
 
     FULL = "full"
     """Full attention: every page from the start to the hit's end."""

@@ -21,13 +21,14 @@ from flexkv.transfer.slab_map import SlabMap
 from flexkv.weights.files import NAMED, WeightsContent
 
 UnitId = NewType("UnitId", bytes)
-"""16 random bytes, drawn when a unit is built. Grants, orders and reports contain it. A rank carries out only orders of
-its own unit, and the scheduler's side accepts only reports for its own unit.
+"""A unit's id: 16 random bytes, drawn when the unit is built. Grants, orders and reports contain the id. A rank carries
+out only orders of its own unit, and the scheduler's side accepts only reports for its own unit.
 """
 
 PoolId = NewType("PoolId", bytes)
-"""16 random bytes, drawn when a worker registers an engine's pool. A grant lists the pools for which its unit was
-built."""
+"""A pool's id: 16 random bytes, drawn when a worker registers an engine's pool. A grant lists the ids of the pools for
+which its unit was built.
+"""
 
 NO_UNIT = UnitId(b"")
 """Stands for a unit's id before the unit is built, and for a rank that serves no unit."""
@@ -49,7 +50,8 @@ class UnitOwner:
         model: the model's name, for display.
         namespace: 32 bytes. Two units may use each other's KV only if they have the same namespace.
         unit: name of the ownership unit on this node, such as `dp0`.
-        weights: all content of the weights. The namespace depends only on samples of the weights.
+        weights: the weights that can be identified only by their whole content. The namespace depends only on samples
+            of these weights.
     """
 
     model: str
@@ -113,8 +115,9 @@ class RankFacts:
         pid: process id of the worker.
         num_blocks: number of blocks in the engine's pool on this rank, which all groups share.
         groups: facts about each group, in the order of the unit's groups.
-        replicas: number of consecutive ranks, from rank 0 on, that have the same bytes and share one stripe. All ranks
-            do with MLA (one latent for all heads), and several do if there are more ranks than KV heads.
+        replicas: number of consecutive ranks, from rank 0 on, that have the same bytes and share one stripe. With MLA
+            (one latent vector for all heads), these are all ranks. If there are more ranks than KV heads, they are the
+            ranks with the same heads.
         gpudirect: whether GPUDirect Storage reaches the pool's memory. The worker checks this only if `disk.gds` is
             auto; otherwise False.
         pool_id: id of the engine's pool that the worker has registered; NO_POOL if it has registered none.
@@ -130,7 +133,9 @@ class RankFacts:
 
     @classmethod
     def here(cls, rank: int, num_blocks: int, *groups: GroupFacts) -> RankFacts:
-        """Returns the facts about a rank in this process. No messages are exchanged with it, so it has no pool id."""
+        """Returns the facts about a rank in this process. The unit exchanges no messages with such a rank, so the rank
+        has no pool id.
+        """
         return cls(rank, os.getpid(), num_blocks, groups)
 
 
@@ -156,7 +161,8 @@ class PoolGrant:
         pools: by rank, the id of the engine pool for which the unit was built.
         descriptor: the host pool's `HostPool.descriptor()`.
         places: by rank, then by group, the rank's place in a slot.
-        slabs: slabs of the unit's disks, for ranks that move pages straight to or from them; None if no rank does.
+        slabs: slabs of the unit's disks, for ranks that copy pages directly to or from the disks; None if no rank does
+            this.
     """
 
     unit: UnitId

@@ -36,16 +36,16 @@ WORDS = {"true": True, "false": False}
 
 
 class UnreadableError(ValueError):
-    """Raised for a value that a setting cannot have; the message says what is allowed."""
+    """Raised for a value that a setting cannot have. The message says which values are allowed."""
 
 
 class Kind(NamedTuple):
-    """How values of one kind of setting are parsed and combined.
+    """Functions that parse and combine the values of one kind of setting.
 
     Attributes:
         read: parses a caller's value; raises UnreadableError if it is not allowed.
-        join: combines two values that one request gives, so that the result allows only what both allow; raises
-            UnreadableError if they conflict.
+        join: combines two values that one request gives. The result allows only what both values allow. Raises
+            UnreadableError if the values conflict.
     """
 
     read: Callable[[object], Any]
@@ -106,7 +106,7 @@ def _vllm_tiers(value: object) -> frozenset[str]:
 
 
 def is_namespace(value: object) -> TypeGuard[str]:
-    """Whether this is an allowed name of a namespace."""
+    """Returns whether `value` is an allowed name of a namespace."""
     if not isinstance(value, str):
         return False
     try:
@@ -168,7 +168,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """The settings of one request, or of a streaming session from one of its inputs on.
+    """The settings of one request. In a streaming session, they are valid from the input that gives them.
 
     docs/contributing/add-a-request-setting.md says how to add a setting, and which code applies it.
 
@@ -179,7 +179,8 @@ class RequestSettings:
         max_load_tokens: maximum number of tokens that one load brings; None for no limit.
         tiers: labels of the tiers that are read for the request; None for all. Host memory is read in any case.
         ttl_s: whole seconds after which pages that the request stores are misses; None for never.
-        namespace: name that separates the request's keys from those of requests with another name; empty for no name.
+        namespace: name that separates the request's keys from the keys of requests with another name; empty for no
+            name.
         blend: the request's settings for blending; None if it is not blended.
     """
 

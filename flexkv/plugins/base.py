@@ -1,4 +1,5 @@
-"""The contracts of plugins: where they run, which variables they get, how they are restarted and ended.
+"""The contracts of plugins: beside which processes they run, which environment variables they get, and how they are
+restarted and ended.
 
 ```
 engine's process                 keeper (one process per place)         plugins
@@ -6,8 +7,8 @@ engine's process                 keeper (one process per place)         plugins
     (a thread)   <-- lines ----  bounds their output     <-- output --  worker_0_*, all_*
 ```
 
-The keeper is a separate process, so that the engine spends no time on a plugin's output, its end and the processes that
-it leaves behind.
+The keeper is a separate process, so that the engine spends no time on a plugin's output, on its end, and on the
+processes that a plugin leaves behind.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Arguments of a keeper.
+    """The arguments with which a keeper process is started.
 
     Attributes:
         parent: id of the process that starts the keeper.

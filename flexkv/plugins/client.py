@@ -23,8 +23,9 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded, is_sam
 CHUNK_BYTES = 1 << 16
 
 MARGIN_S = 1.0
-"""Seconds that the client waits beyond a call's deadline. At the deadline the unit itself answers that the call was too
-late, and this answer takes a moment to arrive."""
+"""Seconds that the client waits beyond a call's deadline. At the deadline the unit answers that the call was too late.
+That answer takes a moment to arrive.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class CachedPages:
     Attributes:
         pages: number of complete blocks of the prompt.
         cached: number of these blocks whose pages are in host memory, on the unit's disks, or with peers.
-        leading: number of blocks from the first one on that are cached without a gap.
+        leading: number of blocks at the prompt's beginning that are cached without a gap.
         in_host: number of blocks whose pages are in host memory.
     """
 
@@ -73,19 +74,22 @@ class UnitClient:
         return self._pages(self._call("lookup", tokens=list(tokens), salt=salt))
 
     def prefetch(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """Reads a prompt's pages from the tiers behind host memory, as far as host memory has free slots. Returns which
-        pages are cached after they have arrived. Host memory may evict them like any other pages.
+        """Reads a prompt's pages from the tiers behind host memory into free slots of host memory, as many as fit. When
+        they have arrived, returns which pages of the prompt are cached. Host memory may evict the pages like any
+        others.
         """
         return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
 
     def forget(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Turns a prompt's pages into misses in all tiers, and returns how many there were. Pages that other prompts
-        with the same beginning share become misses for those prompts, too."""
+        """Turns a prompt's pages into misses in all tiers, and returns the number of pages. Pages that other prompts
+        with the same beginning share become misses for those prompts, too.
+        """
         return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
 
     def erase_namespace(self, name: str) -> int:
-        """Turns all pages of requests with this `flexkv.namespace` into misses in all tiers, and returns how many there
-        were. Pages that such requests store afterwards are cached again."""
+        """Turns all pages of requests with this `flexkv.namespace` into misses in all tiers, and returns the number of
+        pages. Pages that such requests store afterwards are cached again.
+        """
         return int(self._call("erase_namespace", namespace=name)["pages"])
 
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
@@ -108,7 +112,7 @@ class UnitClient:
             self._connection.sendall(encoded({"call": name, "deadline_s": self._deadline_s, **arguments}))
             reply = decoded(self._line(ends_s))
         except OSError as error:
-            self.close()  # because a late answer would look like the answer to the next call
+            self.close()  # a late answer would look like the answer to the next call
             raise PluginCallError(f"{name}: {error or type(error).__name__}") from error
         if refusal := reply.pop("error", ""):
             raise PluginCallError(f"{name}: {refusal}")

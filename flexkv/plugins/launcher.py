@@ -1,4 +1,6 @@
-"""The engine's side of plugins: starts, restarts and ends the keeper of one place, and logs the keeper's messages."""
+"""The part of the plugins' code that runs in the engine's process. It starts, restarts and ends the keeper (the process
+that runs the plugins), and logs the keeper's messages.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,19 @@ LINE_BYTES = 4096
 """The length of the longest line that is read at once, in bytes. A keeper does not write longer lines."""
 
 MARGIN_S = 2.0
-"""Seconds that a keeper has to end beyond its plugins' deadlines, because a busy machine may schedule it late."""
+"""After its plugins' deadlines, a keeper has this many more seconds to end, because a busy machine may schedule it
+late.
+"""
 
 
 class PluginLauncher:
-    """A thread that runs the keeper of one place. It lives as long as the unit or rank, because Linux ends the keeper
-    with the thread that started it. Only `close` waits. No method raises, because an engine can run without plugins.
+    """A thread that runs the keeper, the process that runs the plugins of one place. The thread lives as long as the
+    unit or rank, because Linux ends the keeper when the thread that started it ends. Only `close` waits. No method
+    raises, because an engine can run without plugins.
 
     Args:
         place: the process beside which the plugins run.
-        programs: the plugins of the place; at least one.
+        programs: the plugins that run beside that process; at least one.
         folder: current folder of the plugins' processes.
         times: deadlines and pauses; None for the defaults.
     """

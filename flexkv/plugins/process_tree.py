@@ -23,7 +23,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int) -> int:
-    """Sends SIGKILL to all descendants of `pid`, parents first. Returns to how many processes it was sent."""
+    """Sends SIGKILL to all descendants of `pid`, parents first. Returns the number of processes that got the signal."""
     waiting, killed = children_of(pid), 0
     while waiting:
         child = waiting.pop()

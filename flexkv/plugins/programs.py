@@ -1,4 +1,4 @@
-"""Finds the plugins of a folder: which programs run where, and which are refused."""
+"""Finds the plugins in a folder. Determines beside which processes each plugin runs, and which files are refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import flexkv
 from flexkv.plugins.base import Program, Role
 
 MOST_PROGRAMS = 16
-"""The maximum number of a folder's plugins. Each is a process, and more of them are probably a mistake."""
+"""The maximum number of plugins in a folder. Each plugin is a process, and a folder with more of them is probably a
+mistake.
+"""
 
 NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all>all))_.")
 CLAIMS = re.compile(r"(scheduler|worker|all)_")
-"""Beginning of a name that is meant for a plugin, even if it does not say where the plugin runs."""
+"""Matches the beginning of a plugin's file name, even if the rest of the name does not say beside which rank the plugin
+runs.
+"""
 
 # A Python plugin finds modules in its own folder first, and then this flexkv, even if another one is installed.
 START = (
@@ -123,7 +127,9 @@ def _distrusted_modules(folder: str, names: list[str]) -> str:
 
 def _distrusted_above(path: Path) -> str:
     """Returns why a folder above `path` is not trusted; empty if all are trusted. Whoever may write to such a folder
-    can replace the plugin's file, unless only an entry's owner may replace it (the sticky bit, as of /tmp)."""
+    can replace the plugin's file, unless the folder's sticky bit, which /tmp has, allows only a file's owner to replace
+    the file.
+    """
     for above in path.resolve().parents:
         status = os.stat(above)
         if status.st_mode & stat.S_ISVTX:

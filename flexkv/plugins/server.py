@@ -1,4 +1,6 @@
-"""The unit's end of its plugins' socket: a thread that receives calls, hands them to the unit, and sends answers."""
+"""The unit's end of the socket to its plugins: a thread that receives calls, passes them to the unit, and sends the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, en
 logger = get_logger(__name__)
 
 MOST_CONNECTIONS = 32
-"""The maximum number of connections at once: two for each plugin that a folder may have. Further ones wait until one
-has ended."""
+"""The maximum number of connections at once: two for each plugin that a folder may have. Further connections wait until
+an earlier one has ended.
+"""
 
 CHUNK_BYTES = 1 << 18
 
@@ -29,8 +32,9 @@ DEFAULT_WAIT_S = 30.0
 """Deadline in seconds of a call that does not give one."""
 
 PAUSE_S = 0.1
-"""Seconds for which no connection is accepted after one was refused or failed. A process of another user may try
-forever, and without free descriptors the same connection would fail again at once."""
+"""After a connection was refused or failed, no connection is accepted for this many seconds. Otherwise a process of
+another user could keep the thread busy, and without free descriptors the same connection would fail again at once.
+"""
 
 WARN_EVERY_S = 60.0
 
@@ -66,7 +70,7 @@ class Call:
 
 
 class CallTaker(ABC):
-    """Interface through which the server hands calls to the unit."""
+    """The interface through which the server passes calls to the unit."""
 
     @abstractmethod
     def take(self, call: Call) -> None:
@@ -80,7 +84,7 @@ class CallTaker(ABC):
 @dataclass(slots=True, eq=False)
 class Connection:
     """One plugin's connection. It has one call at a time, until the last byte of the call's answer was sent. Further
-    calls wait in the socket, so nothing piles up here.
+    calls wait in the socket, so the server needs no queue for them.
 
     Attributes:
         received: received bytes of calls that have not begun.
@@ -243,7 +247,7 @@ class UnitServer:
         self._begin_call(connection)
 
     def _begin_call(self, connection: Connection) -> None:
-        """Hands the first received call to the unit, if the call is complete."""
+        """Passes the first received call to the unit, if the call is complete."""
         line, found, rest = connection.received.partition(b"\n")
         if not found:
             return
@@ -279,7 +283,9 @@ class UnitServer:
         self._go_on(connection)
 
     def _go_on(self, connection: Connection) -> None:
-        """Begins the next call if all of the last answer was sent. So answers cannot pile up if a plugin reads none."""
+        """Begins the next call if all of the last answer was sent. So answers cannot pile up if a plugin does not read
+        them.
+        """
         if connection.socket.fileno() >= 0 and connection.call is None and not connection.unsent:
             self._begin_call(connection)
 

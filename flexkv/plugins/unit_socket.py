@@ -24,9 +24,10 @@ MOST_WAIT_S = 600.0
 
 
 def socket_name(unit: bytes) -> str:
-    """Returns the name of a unit's socket in this machine's abstract namespace, where no file remains however the
+    """Returns the name of a unit's socket in this machine's abstract namespace, so that no file remains, however the
     unit's process ends. The name has the 16 random bytes of the unit's id, but need not be secret, because the unit
-    answers only processes of its own user."""
+    answers only processes of its own user.
+    """
     return f"flexkv-unit-{unit.hex()}"
 
 

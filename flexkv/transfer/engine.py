@@ -85,8 +85,8 @@ class TransferEngine(DataPlane):
     """A `DataPlane` that runs graphs on the native scheduler and its lanes.
 
     Args:
-        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may wrap another one, for example
-            to inject faults.
+        mover: copies the pages of host lanes; None for a `c_ext.HostMover`. A mover may call another mover to copy the
+            pages.
         queue_ops: number of queue entries for each kind and priority of op.
         copy_threads: number of threads for host copies. Loads and stores share the threads, and loads come first. The
             threads are started on first use and sleep while idle.

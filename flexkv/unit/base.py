@@ -1,4 +1,4 @@
-"""The contract of an ownership unit: an adapter's view of the cache from its engine's start to its end.
+"""The contract of an ownership unit. An adapter uses the cache through its unit, from the engine's start to its end.
 
 An adapter always has a unit. Until its ranks are known, and after an error that the engine can tolerate, the unit is a
 `NullUnit`, which caches and stores nothing. `build_unit` makes a working unit.
@@ -46,7 +46,8 @@ class CacheRole:
         shared: whether the workers are separate processes, which map the host pool.
         compute_if_faster: whether the adapter measures how fast the engine computes. A lookup may then promise fewer
             pages than a tier has, if the engine computes the rest sooner than the tier delivers them.
-        asks_again: whether the engine repeats a lookup in its next step if the answer is that the request has to wait.
+        asks_again: whether the engine repeats a lookup in its next step if the lookup's answer is that the request must
+            wait.
     """
 
     loads: bool = True
@@ -71,8 +72,8 @@ class EngineUnit(ABC):
         growing: whether some slots of the host pool are not in use yet; the caller then calls `grow` from time to time.
         has_tiers: whether the unit has tiers behind host memory, such as disks. Only pages of these tiers are fetched,
             and fetching may take longer than computing.
-        grant: the record with which workers in other processes map the pool; None after all workers have mapped it, or
-            if no worker needs it.
+        grant: the record with which workers in other processes map the pool. None after all workers have mapped the
+            pool, or if no worker needs to map it.
     """
 
     unit_id: UnitId = NO_UNIT
@@ -93,7 +94,7 @@ class EngineUnit(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether tiers have work, or plugins' calls wait, that further calls of `poll` would advance."""
+        """Whether there is work for `poll`: a tier has work, or a plugin's call waits."""
 
     @abstractmethod
     def poll(self) -> bool:
@@ -119,7 +120,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def expire_if_due(self, counters: Counters) -> None:
-        """Ends expired leases, which belong to lookups that no load followed. Does so at most once per second."""
+        """Ends expired leases, at most once per second. A lease expires if no load follows its lookup."""
 
     @abstractmethod
     def count(self, counters: Counters) -> None:

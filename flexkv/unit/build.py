@@ -1,5 +1,6 @@
-"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager. A failed build leaves nothing
-open."""
+"""Builds a unit from its ranks' descriptions: slot geometry, host memory, tiers and manager. A failed build leaves
+nothing open.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ first requests can be stored. An extent has at most 1 GiB, and mapping it takes 
 other extents are mapped while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
-"""Time after a failed load for which lookups promise nothing to new requests, if the engine ends requests whose loads
-are late. In such an engine each further load may cost a client its request, and a tier that needed longer than
-`load.deadline_s` is seldom fast a moment later."""
+"""If the engine ends requests whose loads are late, lookups promise nothing to new requests for this many seconds after
+a failed load. In such an engine each further load may cost a client its request, and a tier that needed longer than
+`load.deadline_s` is seldom fast a moment later.
+"""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
@@ -160,7 +162,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
         raise GeometryError(
             f"{replicas} of {len(facts)} ranks hold the same bytes; allowed is what divides the ranks"
         )
-    # Ranks that share a stripe load what another of them stored in it, so their runs must lie at the same offsets.
+    # Of several ranks that share a stripe, one stores it and all load it, so their runs must lie at the same offsets.
     firsts = [facts[number - number % replicas] for number in range(len(facts))]
     if any(
         rank.replicas != replicas or _bytes_of(rank) != _bytes_of(first)
@@ -171,7 +173,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
 
 
 def _bytes_of(rank: RankFacts) -> list[tuple[int, str, bytes]]:
-    """The facts that must be equal on all ranks that share a stripe."""
+    """Returns the facts that must be equal on all ranks that share a stripe."""
     return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in rank.groups]
 
 

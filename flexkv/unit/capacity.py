@@ -1,4 +1,4 @@
-"""Puts a tier's capacity into words for the log, in tokens and in prompts of maximal length."""
+"""Describes a tier's capacity for the log, in tokens and in prompts of maximal length."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class TierCapacity:
         return -(-self.pages_of(limit.tokens) // self.shares) * self.block_bytes
 
     def shortage(self, limit: PromptLimit | None) -> str:
-        """The warning that the tier cannot hold one prompt of maximal length; empty if it can, or without a `limit`."""
+        """Returns a warning if the tier cannot hold one prompt of maximal length; empty if it can, or if `limit` is
+        None.
+        """
         if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)

@@ -1,5 +1,6 @@
-"""Submits the manager's planned ops to the planes of its tiers, and reports the ops' results to the manager. Only
-`close` waits for ops."""
+"""Submits the manager's planned ops to the planes of its tiers (a plane executes a tier's ops), and reports the ops'
+results to the manager. Only `close` waits for ops.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ SAY_LEFT_EVERY_S = 60.0
 """The shortest interval between log lines about pages that the engine computes although a tier has them."""
 
 FLUSH_SHARE = 0.7
-"""The share of a close's time in which writes may still begin. In the rest, the writes finish and become durable."""
+"""During a close, writes may begin only in this first share of the time. In the rest, the writes finish and become
+durable.
+"""
 
 WORK_SHARE = 0.8
-"""The share of a close's time after which the close no longer waits for writes. The rest is reserved for closing the
+"""After this share of its time, a close no longer waits for writes. The rest of the time is reserved for closing the
 planes and tiers, so that one disk that hangs cannot use up the time in which the other disks make their pages durable.
 """
 
@@ -40,7 +43,7 @@ class UnitDriver:
     Args:
         manager: the unit's manager. Its first tier is host memory, which has no plane.
         fail_read: takes the host slots and the op id of a fetch that was never submitted, and fails the loads that wait
-            for it. A plane does the same itself for the fetches that were submitted to it.
+            for it. For fetches that were submitted to a plane, the plane does this.
     """
 
     def __init__(
@@ -186,7 +189,8 @@ def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) ->
     Returns for each part whether it was closed without loss.
 
     Args:
-        behind: number of further parts that the caller closes afterwards, each of which gets a share of the time too.
+        behind: number of further parts that the caller closes afterwards. Each of these parts gets a share of the time,
+            too.
     """
     turns = range(len(parts) + behind, behind, -1)
     return [

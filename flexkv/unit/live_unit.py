@@ -21,7 +21,9 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""Time between two checks for expired leases, whose lookups no load followed. A lease lasts a minute by default."""
+"""Time between two checks for expired leases. A lease expires if no load follows its lookup; by default, it lasts a
+minute.
+"""
 
 
 class LiveUnit(EngineUnit):
@@ -30,7 +32,7 @@ class LiveUnit(EngineUnit):
     Args:
         places: for each rank, where its share of a slot lies, per group.
         slabs: the slabs on disk, for workers that copy pages directly between disk and the engine's pool; None if no
-            worker does.
+            worker does this.
         pools: the id of each rank's engine pool.
         close_s: maximum number of seconds that `close` takes.
         gate: the weights gate over the manager's tiers.

@@ -1,4 +1,4 @@
-"""A unit without a cache. An adapter has it before the engine's ranks are known, and if the ranks cannot be served."""
+"""A unit without a cache. An adapter uses it until the engine's ranks are known, and if the ranks cannot be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carries out plugins' calls on the unit's thread, one per step, and answers their questions about the unit."""
+"""Carries out plugins' calls on the unit's thread, one per step, and answers requests for the unit's status."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from flexkv.plugins.unit_socket import MOST_TOKENS
 logger = get_logger(__name__)
 
 MOST_WAITING = 64
-"""Maximum number of calls that wait for the unit's thread: two per connection that the server accepts."""
+"""Maximum number of calls that wait for the unit's thread. This is twice the number of connections that the server
+accepts.
+"""
 
 STATUS_EVERY_S = 1.0
-"""Time between two copies of the unit's status. The unit's thread makes them, and the server's thread answers from
-the last one."""
+"""Time between two copies of the unit's status. The unit's thread makes the copies, and the server's thread answers
+from the last copy.
+"""
 
 PIN_SHARE = 8
 """All plugins together may pin at most 1 / `PIN_SHARE` of the host slots. The rest is left to requests."""
@@ -78,7 +81,8 @@ class Pin:
 
 
 class PluginCalls(CallTaker):
-    """Queues plugins' calls for the unit's thread, executes them there, and keeps the pins that they made.
+    """Queues plugins' calls for the unit's thread, executes the calls there, and keeps a list of the pins that the
+    calls made.
 
     Args:
         prompt_keys: makes the keys of a prompt. None if the adapter cannot make keys; calls about a prompt are then

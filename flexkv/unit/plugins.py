@@ -38,7 +38,7 @@ def _launch(
 
 
 class UnitPlugins:
-    """The plugins that run beside a unit, the socket on which they call it, and their calls.
+    """The plugins that run beside a unit, the socket on which the plugins call the unit, and the plugins' calls.
 
     Attributes:
         calls: the plugins' calls, which wait for the unit's thread.
@@ -77,7 +77,9 @@ class UnitPlugins:
             self._launcher.begin_close()
 
     def close(self) -> None:
-        """Ends the plugins, then closes the socket. Waits for each of the two until a deadline."""
+        """Ends the plugins, then closes the socket. Waits for the plugins and for the socket's thread, each with its
+        own deadline.
+        """
         if self._launcher is not None:
             self._launcher.close()
         if self._server is not None and not self._server.close():

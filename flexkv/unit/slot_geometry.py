@@ -16,7 +16,7 @@ DIGEST_BYTES = 8
 
 def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
     """Lays out the run digests of all ranks, one rank after another, behind the stripes. Used if no tier has a format
-    that fixes their offsets.
+    that fixes the offsets of the digests.
 
     Args:
         runs: for each rank, the number of runs in its view (`len(view.runs)`).

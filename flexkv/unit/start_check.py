@@ -14,7 +14,8 @@ from flexkv.storage.folder_share import OwnBytes, WholeSlots, folder_faults, sam
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
-    """Returns the reasons why a unit of `ranks` ranks cannot start here, as far as they are known without its model.
+    """Returns the reasons why a unit of `ranks` ranks cannot start on this machine, as far as they can be found without
+    the unit's model.
 
     Args:
         lost: the folders of `disk.folders` that cannot be used, each with the reason (`folder_faults`). If no folder
@@ -42,15 +43,15 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
 
 
 def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes, whole: WholeSlots) -> None:
-    """Raises an error if a unit of `ranks` ranks cannot start here.
+    """Raises an error if a unit of `ranks` ranks cannot start on this machine.
 
     Args:
         own: takes a folder, and returns how many bytes in it the unit may overwrite because it wrote them earlier.
         whole: takes the number of bytes that the unit may fill in a folder, and returns how many bytes its slabs will
-            take: fewer, because slabs consist of complete slots.
+            take. These may be fewer, because slabs consist of complete slots.
 
     Raises:
-        FlexKVError: the unit cannot start here. If there are several reasons, a ConfigError lists all of them.
+        FlexKVError: the unit cannot start. If there are several reasons, a ConfigError lists all of them.
     """
     faults = start_faults(config, ranks, folder_faults(config, own, whole))
     if len(faults) > 1:

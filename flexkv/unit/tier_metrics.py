@@ -34,7 +34,9 @@ label's value. The other fields have metrics of their own.
 
 
 class TierMetrics:
-    """Reports the counts of one manager and its tiers as metrics. Each report adds what was counted since the last."""
+    """Reports the counts of one manager and its tiers as metrics. Each report adds what was counted since the previous
+    report.
+    """
 
     def __init__(self, manager: LocalCacheManager) -> None:
         self._manager = manager
@@ -68,7 +70,7 @@ class TierMetrics:
         return sum(tier.durable_pages for tier in self._disks.values())
 
     def count(self, counters: Counters) -> None:
-        """Adds to `counters` what was counted since the last call, and sets the gauges in it."""
+        """Adds to `counters` what was counted since the last call. Also sets the gauges in `counters`."""
         self._counted_down = self._down
         evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:

@@ -1,5 +1,5 @@
-"""Keeps the tiers behind host memory out of use until the engine's weights have a name, which is computed from all of
-their content.
+"""Keeps the tiers behind host memory out of use until the name of the engine's weights is known. The name is a digest
+of the whole content of the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ logger = get_logger(__name__)
 START_WAIT_S = 10.0
 """Maximum time for which an engine's start waits for the name of its weights. For files that were read before and have
 not changed, the name is known at once. Other files are read, but the start waits only if they have at most
-`SOON_BYTES`: reading those takes less than a second unless the machine is busy."""
+`SOON_BYTES`. Reading so few bytes takes less than a second unless the machine is busy.
+"""
 
 OPEN_S = 10.0
 """Maximum time for which all tiers together may remove pages that were computed with other weights. Host memory serves
@@ -41,12 +42,12 @@ class WeightsGate:
     """Opens the tiers behind host memory after the weights' name is known. A tier that cannot open goes down without
     affecting the others.
 
-    Until then only host memory serves requests. Pages that are stored in it meanwhile go to the other tiers after these
-    have opened. All calls come from the manager's thread. Only `of`, `start` and `close` wait.
+    Until the tiers have opened, only host memory serves requests. Pages that are stored in host memory meanwhile go to
+    the other tiers later. All calls come from the manager's thread. Only `of`, `start` and `close` wait.
 
     Args:
-        check: computes the weights' name; None if nothing has to wait for it, because the keys' namespace contains the
-            name already or there is no tier behind host memory.
+        check: computes the weights' name. None if nothing has to wait for the name, because the keys' namespace already
+            contains it or there is no tier behind host memory.
     """
 
     def __init__(self, manager: LocalCacheManager, check: WeightsCheck | None) -> None:
@@ -73,8 +74,8 @@ class WeightsGate:
         return self._check is None or (self._is_settled and bool(self._check.digest))
 
     def start(self) -> None:
-        """Begins to compute the weights' name. Opens the tiers if the name is known and they are ready within
-        `START_WAIT_S`; otherwise a later `poll` opens them.
+        """Begins to compute the weights' name. Opens the tiers if the name is known and the tiers are ready within
+        `START_WAIT_S`. Otherwise a later `poll` opens the tiers.
         """
         assert self._check is not None
         ends_s = time.monotonic() + START_WAIT_S
@@ -84,7 +85,8 @@ class WeightsGate:
 
     def poll(self) -> bool:
         """Opens the tiers if the weights' name is known, or takes them down if it cannot be computed. Returns whether
-        it did either."""
+        this call has opened the tiers or taken them down.
+        """
         check = self._check
         if self._is_settled or check is None or check.pending:
             return False
@@ -100,8 +102,9 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """The first call makes the tiers begin to remove the pages of other weights. A call opens the tiers if these
-        pages have been removed or `OPEN_S` has passed. Returns whether every tier is now open or down."""
+        """On the first call, makes the tiers begin to remove pages of other weights. Opens the tiers if these pages
+        have been removed or `OPEN_S` has passed. Returns whether every tier is now open or down.
+        """
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))

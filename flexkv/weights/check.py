@@ -1,4 +1,4 @@
-"""Computes a digest of all content of an engine's weights, in a separate thread while the engine runs."""
+"""Computes a digest of the whole content of an engine's weights. A separate thread does this while the engine runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""Largest size, in bytes, of weights for whose digest `WeightsCheck.start` waits. Weights of this size can be read
-within the time that it may wait."""
+"""`WeightsCheck.start` waits for the digest only if the weights have at most this many bytes. So many bytes can be read
+within the time that the call may wait.
+"""
 
 TRIES = 2
-"""How often reading the files is tried. A try may fail because a network file system has lost its server for a moment,
-or because a file's owner, mode or links changed while it was read.
+"""How many times the thread tries to read the files. A try may fail because a network file system has lost its server
+for a moment, or because a file's owner, mode or links changed while it was read.
 """
 
 LOCK_WAIT_S = 60.0
@@ -141,7 +142,7 @@ class WeightsCheck:
         if self._table is None:
             return known | self._read(missing)
         with self._table.reading(files, LOCK_WAIT_S + size / LOCK_BYTES_PER_S, self._stop):
-            # Another process on the node may have read them while this one waited for the lock.
+            # Another process on the node may have read the files while this process waited for the lock.
             known |= self._table.known(missing)
             return known | self._read(_without(files, known))
 

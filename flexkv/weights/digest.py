@@ -1,5 +1,5 @@
-"""Computes digests of complete files, as fast as the disk delivers them. Reads bypass the page cache and may have low
-priority.
+"""Computes digests of complete files, as fast as the disk delivers the content. Reads bypass the page cache and may
+have low priority.
 
 Several threads read and hash the ranges of a file in parallel. The file's digest is the SHA-256 of its size and of the
 SHA-256 of each range. Server CPUs have SHA-256 instructions, which reach 1.5 to 2 GB/s per core.
@@ -31,8 +31,8 @@ BLOCK_BYTES = 4 << 20
 """Bytes per read. Each thread has one buffer of this size."""
 
 LEAST_READERS, MOST_READERS = 4, 8
-"""Bounds of the number of threads, which is otherwise one per four CPUs. Even on two CPUs there are four threads, so
-that some read while others hash.
+"""Bounds of the number of threads. Between the bounds, there is one thread per four CPUs. Even on two CPUs there are
+four threads, so that some threads read while others hash.
 """
 
 READER_NICE = 19
@@ -49,8 +49,9 @@ NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DigestError(Exception):
-    """Raised if a digest of weights cannot be computed now. The message says why, and names the file if one is to
-    blame."""
+    """Raised if a digest of weights cannot be computed now. The message says why. If one file is the cause, the message
+    names it.
+    """
 
 
 class ChangedError(DigestError):
@@ -93,7 +94,7 @@ class _Work:
     Attributes:
         ranges: ranges that no reader has taken yet: the file, and the number of the range.
         stop: set to stop the readers early.
-        done: called for each finished file.
+        done: called for each file whose digest is complete.
         background: whether to read at low priority.
         failure: the first error of a reader; None if there was none.
     """
@@ -107,7 +108,7 @@ class _Work:
 
 
 def readers_here() -> int:
-    """Number of threads that read in parallel on this machine."""
+    """Returns the number of threads that read in parallel on this machine."""
     return max(LEAST_READERS, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
 
 
@@ -120,7 +121,7 @@ def digest_files(
         files: each file, with the state that it must have before and after it is read.
         stop: may be set by another thread to stop the reading early.
         done: called for each file, by the threads that read.
-        background: whether to read at low priority; False if somebody waits for the digests.
+        background: whether to read at low priority; False if a caller waits for the digests.
 
     Raises:
         ChangedError, TouchedError: a file's state has changed.
@@ -144,7 +145,7 @@ def digest_files(
 
 
 def ranges_of(size: int) -> int:
-    """Number of ranges of a file of `size` bytes. An empty file has one empty range."""
+    """Returns the number of ranges of a file of `size` bytes. An empty file has one empty range."""
     return max(1, -(-size // RANGE_BYTES))
 
 
@@ -165,8 +166,8 @@ def lower_priority() -> None:
 
 
 def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) -> bytes:
-    """The digest of a set of files: SHA-256 of their names and digests, 32 bytes. It does not depend on the paths of
-    their folders.
+    """Returns the digest of a set of files: SHA-256 of the files' names and digests, 32 bytes. The digest does not
+    depend on the paths of the files' folders.
 
     Args:
         parts: the files, in one list per set of weights, such as a model's and its draft's.
@@ -182,14 +183,14 @@ def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) 
 
 
 def whole_identity(path: Path, most_bytes: int | None = None) -> str:
-    """A text with a digest of all content of the weights in a file or folder. The caller waits until all is read.
+    """Returns a text with a digest of the whole content of the weights in a file or folder. Blocks until all is read.
 
     Args:
         most_bytes: largest size of the weights that is accepted; None for any size.
 
     Raises:
         ConfigError: the folder holds no weights of a known format, a file cannot be read or is changing, or the weights
-            are larger than `most_bytes`, in which case nothing was read.
+            are larger than `most_bytes`. In this last case, nothing was read.
         OSError: the folder cannot be read.
     """
     files = {file: FileState.of(file) for file in weight_files(path)}

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from flexkv.errors import ConfigError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Patterns for the names of weights files. All matching files count, because which of them an engine loads depends on
-its options (`--load-format`). Engines look only in the model's folder itself, not in folders inside it.
+"""Patterns for the names of weights files. All matching files count as weights, because an engine's options
+(`--load-format`) decide which of the files it loads. Engines look only in the model's folder itself, not in folders
+inside it.
 """
 
 INDEX_PATTERN = "*.index.json"
@@ -34,11 +35,11 @@ clock ticks since the machine booted."""
 
 @dataclass(frozen=True, slots=True)
 class WeightsContent:
-    """Those weights of an engine that only their content identifies.
+    """The weights of an engine that can be identified only by their content.
 
     Attributes:
-        paths: folders or files of such weights; empty if there are none, because a commit, a seed or the user
-            identifies all weights.
+        paths: folders or files of these weights. Empty if all weights are identified in another way: by a commit, a
+            seed or the user.
         unnamed: why nothing can identify some of the weights; empty if all can be identified.
     """
 
@@ -51,7 +52,7 @@ class WeightsContent:
         return not self.paths and not self.unnamed
 
     def joined(self, other: WeightsContent) -> WeightsContent:
-        """The weights of this object and of `other` together, such as those of a model and of its draft model."""
+        """Returns the weights of this object and of `other` together, for example of a model and its draft model."""
         return WeightsContent(self.paths + other.paths, self.unnamed or other.unnamed)
 
 
@@ -60,8 +61,8 @@ NAMED = WeightsContent()
 
 
 class FileState(NamedTuple):
-    """The attributes of a file that change when its content changes or a different file gets its name. For a symbolic
-    link, these are the attributes of its target.
+    """The attributes of a file that change when the file's content changes, or when a different file gets its name. For
+    a symbolic link, these are the attributes of its target.
     """
 
     size: int
@@ -72,7 +73,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, file: Path | int) -> FileState:
-        """The current state of a file.
+        """Returns the current state of a file.
 
         Args:
             file: a path or an open descriptor.
@@ -84,18 +85,18 @@ class FileState(NamedTuple):
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     def is_known_as(self, before: FileState) -> bool:
-        """Whether this is the unchanged content that was read at the same path in state `before`, even if the file
-        system was remounted since.
+        """Returns whether a file in this state still has the content that was read at the same path in state `before`,
+        even if the file system was remounted meanwhile.
 
-        The device is ignored, because many mounts (NFS, overlays, volumes of containers) get a new number each time.
-        Size, times and inode are sufficient: any write changes the inode's time, which no program can set, so a
+        The device is ignored, because many mounts (NFS, overlays, volumes of containers) get a new device number each
+        time. Size, times and inode are sufficient: any write changes the inode's time, which no program can set, so a
         different file would need the same nanosecond and the same inode by chance.
         """
         return self._replace(device=before.device) == before
 
     def is_touched(self, before: FileState) -> bool:
-        """Whether only the file's ctime has changed since `before`. This means that its owner, mode or number of links
-        changed but that, according to its mtime, its content did not.
+        """Whether only the file's ctime has changed since `before`. This means that the file's owner, mode or number of
+        links changed. According to its mtime, its content did not change.
         """
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 
@@ -106,11 +107,11 @@ class FileState(NamedTuple):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """All files from which an engine may load weights, sorted by name, followed by the indexes.
+    """Returns all files from which an engine may load weights, sorted by name, followed by the indexes.
 
     Args:
-        path: a folder or a file. For a file, the result is that file; if it is a part of a split GGUF model, the result
-            has all parts.
+        path: a folder or a file. If it is a file, the result is that file. If the file is a part of a split GGUF model,
+            the result has all parts of the model.
 
     Raises:
         ConfigError: the folder has no such files. The message says what to set.
@@ -144,9 +145,9 @@ def _parts_of(file: Path) -> list[Path]:
 
 
 def process_start_ns() -> int:
-    """When this process started, in Unix nanoseconds. The result is too late by at most one tick of the kernel's clock
-    (10 ms). A file that was written within that tick counts as older than the process, which is harmless, because no
-    engine reads weights that early.
+    """Returns when this process started, in Unix nanoseconds. The result is too late by at most one tick of the
+    kernel's clock (10 ms). A file that was written within that tick counts as older than the process, which is
+    harmless, because no engine reads weights that early.
     """
     ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")

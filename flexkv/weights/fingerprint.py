@@ -1,5 +1,5 @@
-"""Computes a fingerprint of weights from samples of their content. It is fast enough for every start of an engine, but
-does not detect changes outside the samples.
+"""Computes a fingerprint of weights from samples of their content. The fingerprint is computed fast enough for every
+start of an engine, but it does not detect changes outside the samples.
 
 The fingerprint goes into keys and folder names. Folders and stores also use the digest of all content
 (`flexkv.weights.check`), which detects the changes that samples miss.
@@ -23,8 +23,9 @@ from flexkv.weights.files import weight_files
 SAMPLE_BYTES = 4096
 
 SMALL_BYTES = 64 << 10
-"""Tensors up to this size are read completely. These are norms, biases and scales, and fine-tuning may change nothing
-else."""
+"""Tensors up to this size are read completely. These are norms, biases and scales. Fine-tuning may change only such
+tensors.
+"""
 
 GAP_BYTES = SAMPLE_BYTES
 """Small tensors with at most this many bytes between them are read with one call."""
@@ -33,16 +34,20 @@ MOST_RUN_BYTES = 256 << 10
 """Most bytes of neighbouring small tensors that one call reads."""
 
 EVEN_SAMPLES = 64
-"""About how many samples are read from a file that is not a safetensors file, so that its tensors' positions are
-unknown."""
+"""The approximate number of samples that are read from a file of another format than safetensors. The positions of the
+tensors in such a file are not known.
+"""
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
-"""Limits of the number of reads: at most and at least per file, and in all files together. For example, a hundred files
-share 16,384 reads, 163 each. An NVMe drive that takes 100 us per read and serves 16 reads at once needs a tenth of a
-second for them."""
+"""Limits of the number of reads: the most and the least per file, and the most for all files together. For example, a
+hundred files share 16,384 reads, 163 each. An NVMe drive that takes 100 us per read and serves 16 reads at once needs a
+tenth of a second for them.
+"""
 
 MOST_SMALL_BYTES, LEAST_SMALL_BYTES, ALL_SMALL_BYTES = 16 << 20, 1 << 20, 256 << 20
-"""Limits of the bytes of small tensors that are read: at most and at least per file, and in all files together."""
+"""Limits of the bytes of small tensors that are read: the most and the least per file, and the most for all files
+together.
+"""
 
 MOST_HEADER_BYTES = 100_000_000
 """Largest header of a safetensors file, in bytes; this is the format's own limit."""
@@ -85,7 +90,7 @@ class Budget:
 
 
 def sampled_identity(path: Path) -> str:
-    """A text with a digest of samples of the weights in a file or folder, and of the files' names and sizes.
+    """Returns a text with a digest of samples of the weights in a file or folder, and of the files' names and sizes.
 
     The samples of a safetensors file are its header and, as far as the file's budget allows, every tensor of up to
     64 KiB and 4 KiB of every larger tensor. The samples of any other file are about 64 pieces of 4 KiB, spread evenly.
@@ -135,8 +140,8 @@ def even_runs(size: int) -> list[SampledRun]:
 
 def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> list[SampledRun]:
     """The ranges of bytes to read from a file: each small tensor completely, and one sample of each larger tensor, at
-    an offset that depends on the tensor's name. If the budget does not suffice for all, evenly chosen ranges of each
-    kind are read.
+    an offset that depends on the tensor's name. If the budget does not suffice for all tensors, evenly chosen ranges of
+    each kind are read.
 
     Args:
         tensors: name and range of each tensor in the file.
@@ -152,7 +157,9 @@ def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> li
 
 
 def _together(runs: Sequence[SampledRun]) -> list[SampledRun]:
-    """The ranges, which must be sorted, with neighbours joined (see GAP_BYTES and MOST_RUN_BYTES)."""
+    """Returns the ranges with neighbours joined (see GAP_BYTES and MOST_RUN_BYTES). `runs` must be sorted by their
+    start.
+    """
     joined: list[SampledRun] = []
     for run in runs:
         if (
@@ -173,7 +180,7 @@ def _sample_of(name: str, run: SampledRun) -> SampledRun:
 
 
 def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
-    """At most `most` of the items, chosen at even distances."""
+    """Returns at most `most` of the items, chosen at even distances."""
     if len(items) <= most:
         return list(items)
     return [items[number * len(items) // most] for number in range(most)]
@@ -195,7 +202,7 @@ def _read_header(file: Path, descriptor: int, size: int) -> bytes:
 def _read(file: Path, descriptor: int, length: int, at: int) -> bytes:
     """
     Raises:
-        ConfigError: the file has fewer bytes: it was cut after its size had been read.
+        ConfigError: the file has too few bytes: it was cut after its size had been read.
     """
     found = os.pread(descriptor, length, at)
     if len(found) != length:

@@ -1,5 +1,5 @@
-"""A node's table of weights files, with each file's digest and the state in which it was read. Thanks to the table, a
-process need not read a file that another process on the node has read and that has not changed since.
+"""A node's table of weights files. It contains each file's digest, and the state in which the file was read. If another
+process on the node has read a file and the file has not changed, a process takes its digest from the table.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TABLE_LOCK_WAIT_S = 10.0
 """Seconds that `enter` waits for the table's lock. Other processes hold it only for milliseconds."""
 
 YOUNG_NS = 2_000_000_000
-"""A file that changed less than this many nanoseconds before it is entered is not entered, because a file system with a
-coarse clock could give the next change the same time.
+"""A file is entered in the table only if it has not changed for this many nanoseconds. On a file system with a coarse
+clock, a further change could otherwise get the same time as the last one.
 """
 
 Known = Mapping[str, tuple[FileState, str]]
@@ -61,7 +61,7 @@ class WeightsTable:
         self.path = folder / TABLE_NAME
 
     def known(self, files: Mapping[Path, FileState]) -> dict[Path, str]:
-        """The digests of those files that are in the table and still have the state in which they were read."""
+        """Returns the digests of those files that are in the table and still have the state in which they were read."""
         table = self._read()
         found = {path: table.get(os.path.realpath(path)) for path in files}
         return {
@@ -101,7 +101,7 @@ class WeightsTable:
             logger.warning("%s: %s; the next start reads %s again", self.path, error.strerror, path)
 
     def _read(self) -> Known:
-        """The table's rows. Empty if there is no table or it is damaged; the weights are then read again."""
+        """Returns the table's rows. Empty if there is no table or it is damaged; the weights are then read again."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MOST_TABLE_BYTES))
@@ -116,10 +116,10 @@ class WeightsTable:
 
     @contextmanager
     def reading(self, files: Iterable[Path], wait_s: float, stop: threading.Event) -> Iterator[None]:
-        """A context that holds the lock for reading these files. Other processes wait for it before they read the same
-        files; processes that read different files do not wait. The kernel frees the lock when the process exits. If the
-        folder cannot be written, or another process still holds the lock after `wait_s` seconds, the context is entered
-        without the lock.
+        """A context that holds the lock for reading these files. Other processes wait for the lock before they read the
+        same files. Processes that read different files do not wait. The kernel frees the lock when the process exits.
+        If the folder cannot be written, or another process still holds the lock after `wait_s` seconds, the context is
+        entered without the lock.
 
         Raises:
             StoppedError: `stop` was set.

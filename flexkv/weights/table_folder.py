@@ -16,15 +16,17 @@ from flexkv.storage.private_files import FOLDER_MODE, OTHERS, make_folders
 logger = get_logger(__name__)
 
 HOME_CACHE = Path("~/.cache/flexkv")
-"""Folder that is used if the engine has no disk tier. It has a folder for each node, because nodes may share a home
-folder."""
+"""The folder that is used if the engine has no disk tier. It contains one folder per node, because nodes may share a
+home folder.
+"""
 
 MACHINE_ID = Path("/etc/machine-id")
 
 
 def table_folder(folders: Sequence[str]) -> Path | None:
-    """The folder for the table: the first of the disk tier's `folders` that exists; otherwise the node's folder in
-    HOME_CACHE; otherwise a temporary folder that belongs to this user alone. None if none of them can be used.
+    """Returns the folder for the table. It is the first of the disk tier's `folders` that exists, otherwise the node's
+    folder in HOME_CACHE, otherwise a temporary folder that belongs to this user alone. None if no such folder can be
+    used.
     """
     for folder in map(Path, folders):
         with suppress(OSError):  # in Python 3.11, is_dir() raises if a parent folder may not be entered
@@ -34,8 +36,8 @@ def table_folder(folders: Sequence[str]) -> Path | None:
 
 
 def node_name() -> str:
-    """A name that is the same at every start and differs between nodes. It is made from the machine's id or, if there
-    is no id, as in many containers, from the host's name.
+    """Returns a name of this node that is the same at every start and differs between nodes. It is made from the
+    machine's id. If there is no id, as in many containers, it is made from the host's name.
     """
     found = ""
     with suppress(OSError):

@@ -1,2 +1,3 @@
-"""The keeper: a process between an engine and its plugins that starts, restarts and ends plugins, and bounds their
-output."""
+"""The keeper: a process between an engine and its plugins. It starts, restarts and ends the plugins, and limits their
+output.
+"""

@@ -1,15 +1,17 @@
-"""Turns one plugin's output into lines of the log. Cuts long lines, makes them printable, and limits their number per
-second."""
+"""Turns one plugin's output into lines of the log. Cuts long lines, replaces characters that cannot be printed, and
+limits the number of lines per second.
+"""
 
 from __future__ import annotations
 
 LINES_PER_S = 10.0
 BURST_LINES = 100
-"""Lines that may pass at once after a silence, such as a traceback or a table."""
+"""The number of lines that are logged at once after a pause in the output. It is enough for a traceback or a table."""
 
 LINE_BYTES = 1000
 """Longer lines are cut to this many bytes. So a message for the engine stays below the 4096 bytes that a pipe takes in
-one piece, even if each byte becomes three."""
+one piece, even if each byte is replaced by a character of three bytes.
+"""
 
 MOST_SHOWN_BYTES = 3 * LINE_BYTES
 
@@ -18,8 +20,10 @@ READ_BYTES = 1 << 16
 
 READS_PER_S = 16.0
 BURST_READS = 16
-"""Reads that may follow each other at once. At `READS_PER_S`, the keeper reads 1 MiB per second. A plugin that writes
-more has to wait until the keeper reads its pipe again. So no plugin can keep the keeper busy."""
+"""The number of reads of a plugin's output that may follow each other without a pause. At `READS_PER_S`, the keeper
+reads 1 MiB per second. A plugin that writes more has to wait until the keeper reads its pipe again. So no plugin can
+keep the keeper busy.
+"""
 
 
 class TokenBucket:
@@ -44,7 +48,7 @@ class TokenBucket:
 
 
 class OutputLines:
-    """Splits the output of one run into lines. Lines beyond the rate are lost and counted."""
+    """Splits the output of one run into lines. Lines beyond LINES_PER_S are dropped and counted."""
 
     def __init__(self, now_s: float) -> None:
         self._bucket = TokenBucket(LINES_PER_S, BURST_LINES, now_s)
@@ -53,8 +57,9 @@ class OutputLines:
         self._lost = 0
 
     def take(self, chunk: bytes, now_s: float) -> list[str]:
-        """Returns the lines that a piece of output completes, and the beginning of a line that is too long. After lines
-        were lost, a line before the next one says how many."""
+        """Returns the lines that a piece of output completes, and the beginning of a line that is too long. If lines
+        were dropped, an extra line before the next line says how many.
+        """
         *whole, rest = (self._begun + chunk).split(b"\n")
         lines = []
         for number, line in enumerate(whole):
@@ -71,7 +76,9 @@ class OutputLines:
         return lines
 
     def end(self, now_s: float) -> list[str]:
-        """Returns the last line if it has no line end, and a line that says how many were lost since the last one."""
+        """Returns the last line if it has no line end. If lines were dropped since the last line that was returned,
+        also returns a line that says how many.
+        """
         lines = self._passed(self._begun, now_s) if self._begun else []
         self._begun = b""
         if self._lost:
@@ -95,5 +102,6 @@ def printable(line: bytes) -> str:
     """Returns the line without characters that could control a terminal or look like a new line."""
     text = line.decode(errors="replace").rstrip().expandtabs(4)
     shown = "".join(character if character.isprintable() else "?" for character in text)
-    # Cut again, because tabs have become spaces and the engine would treat the rest of a long line as a new message.
+    # The text is cut again, because tabs have become spaces, and the engine would treat the rest of a long line as a
+    # new message.
     return shown.encode()[:MOST_SHOWN_BYTES].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""One plugin in its keeper: its process, or the pause until the process is started again."""
+"""The state of one plugin in the keeper: its process, or the pause until the process is started again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ class PluginRun:
         """Reads one piece of output. Sets `reads_at_s` if the plugin has written enough for now.
 
         Args:
-            is_last: whether the process has ended. Its last piece is read however much it has written.
+            is_last: whether the process has ended. One more piece is then read, even if the plugin has written enough
+                for now.
         """
         self.reads_at_s = 0.0
         if not self._reads.take(now_s) and not is_last:
