@@ -1,4 +1,4 @@
-// Tests whether a copy path copies correctly, before it is used for any page.
+// Tests whether a copy path copies correctly, before flexkv uses the path for any page.
 #pragma once
 #include <functional>
 #include <memory>

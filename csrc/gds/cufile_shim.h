@@ -95,7 +95,7 @@ class Cufile {
 };
 
 // Shares one open driver among all users. The driver stays open even when no user is left, because libcufile
-// 1.15 crashes in one of its own threads after some two dozen cycles of opening and closing.
+// 1.15 crashes in one of its own threads after about two dozen cycles of opening and closing.
 class CufileUsers {
  public:
   // Returns the open driver. The first call opens it, with the table that `load` returns and `pinned_bytes`.

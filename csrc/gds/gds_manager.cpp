@@ -213,7 +213,7 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
       if (not_started.empty()) {
         (*look)();
       } else {
-        look->reset();  // ends the wait for `answer`
+        look->reset();  // breaks the promise, so that the wait for `answer` ends
       }
     });
     if (answer.wait_for(to_duration(answer_s)) != std::future_status::ready) {

@@ -112,11 +112,12 @@ class Disk {
     int64_t bytes = 0;                   // total size of its I/Os
     int32_t open_ios = 0;                // number of its I/Os that have not finished
     int32_t error = 0;                   // errno of the first I/O that failed; 0: none
-    int64_t missing = 0;                 // number of bytes that short I/Os did not move
+    int64_t missing = 0;                 // number of requested bytes that short I/Os did not move
     bool shows_room = false;             // whether the write's success shows that a full disk has space again
     const LayerReads* layers = nullptr;  // the layers to read; null: the complete image
     std::vector<std::byte*> span_at;     // address to which each span of `layers` is read
-    std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};  // memory for I/O outside the slot
+    // A separate buffer, if the I/O does not use the host slot directly.
+    std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
   };
   struct Io {
     size_t job = 0;

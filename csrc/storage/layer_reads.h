@@ -33,8 +33,8 @@ struct LayerReads {
 
 // Returns the first layer of each range, ascending from 0. The first range is small, so that the engine can
 // begin to compute early. Each later range is twice as large as the one before, because small reads slow a
-// disk down. The last range has the layers that are left; if these are fewer than the layers of the range
-// before, they are added to that range.
+// disk down. The last range has the layers that are left. If fewer layers are left than the previous range
+// has, they are added to the previous range.
 std::vector<int32_t> layer_stages(const PageCodec& codec);
 // Returns how to read each range of layer_stages().
 std::vector<LayerReads> plan_layer_reads(const PageCodec& codec);

@@ -81,8 +81,8 @@ class PageCodec {
   // The offset in the image of a rank's first run digest.
   int64_t digest_offset(int32_t rank) const;
 
-  // The number of bytes from the trailer to the end of the image: a multiple of 4 KiB. They contain only the
-  // trailer and padding.
+  // The number of bytes from the trailer to the end of the image: a multiple of 4 KiB. These bytes contain
+  // only the trailer and padding.
   int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
   size_t num_runs() const { return runs_.size(); }
 

@@ -11,9 +11,9 @@ struct MemoryLimit {
   std::string source;  // where the limit comes from: "MemAvailable" or the path of a control group's file
 };
 
-// Returns the minimum of MemAvailable and of the memory left in each control group (v1 or v2) that contains
-// this process. The inactive page cache of a group counts as free. Tests set the two roots to folders of
-// their own. Throws ContractError if `proc_root`/meminfo cannot be read.
+// Returns the memory available on the machine (MemAvailable), or the memory left in a control group (v1 or
+// v2) that contains this process, whichever is less. The inactive page cache of a group counts as free. Tests
+// set the two roots to folders of their own. Throws ContractError if `proc_root`/meminfo cannot be read.
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 

@@ -56,7 +56,7 @@ struct LaneState {
   std::string reason;          // why the kind is down; empty if it is up
   int64_t open_ops = 0;        // number of ops without a result
   int64_t held_places = 0;     // number of queue entries in use: ops without a result or not yet polled
-  std::vector<int64_t> stuck;  // ids of ops whose work items are stuck, so that their bytes may still move
+  std::vector<int64_t> stuck;  // ids of ops with stuck work items, whose bytes may still move
   int64_t times_down = 0;      // how often the kind was taken down since the engine was made
 };
 
