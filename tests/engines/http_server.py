@@ -106,9 +106,10 @@ class HttpServer:
         choices = json.loads(self._fetch("/v1/completions", json.dumps(asked).encode()))["choices"]
         return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
-    def post(self, path: str) -> dict[str, Any]:
-        """Sends a POST with an empty body and returns the response, which must be JSON."""
-        answer: dict[str, Any] = json.loads(self._fetch(path, b""))
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Sends a POST, with an empty body if `body` is None, and returns the response, which must be JSON."""
+        sent = b"" if body is None else json.dumps(body).encode()
+        answer: dict[str, Any] = json.loads(self._fetch(path, sent))
         return answer
 
     def metric(self, name: str, **labels: str) -> float:

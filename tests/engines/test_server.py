@@ -80,9 +80,14 @@ def reset(server: HttpServer, path: str) -> None:
 
 
 def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
-    """Calls a route, then sends a prompt and checks the answer. Returns how many of the prompt's tokens were hits."""
+    """Calls a route, or a method of the workers, then sends a prompt and checks the answer. Returns how many of the
+    prompt's tokens were hits.
+    """
     before = server.metric(HITS)
-    if "reset" in path:
+    if not path.startswith("/"):
+        server.post("/collective_rpc", {"method": path})
+        reset(server, "/reset_prefix_cache")
+    elif "reset" in path:
         reset(server, path)
     else:
         assert server.post(path) == {"status": "paused"}
@@ -111,5 +116,8 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
             ("/reset_prefix_cache?reset_external=true", 0),
             ("/reset_prefix_cache", whole),  # the prompt was stored again after the previous reset
             ("/pause", 0),
+            ("get_model_inspection", whole),
+            ("reload_weights", 0),  # loads the same weights, which flexkv does not know
+            ("/reset_prefix_cache", whole),
         ]:
             assert hits_after(server, path, ids, expected) == tokens, path

@@ -30,6 +30,7 @@ LEAVE_WEIGHTS = frozenset(
         "init_weight_transfer_engine",
         "pin_lora",
         "profile",
+        "release_late_interaction_query_cache",
         "remove_lora",
         "reset_encoder_cache",
         "reset_mm_cache",

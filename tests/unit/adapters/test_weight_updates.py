@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 import vllm.v1.engine.core as engine_core
 
 from flexkv.adapters.vllm import weight_updates
-from flexkv.adapters.vllm.weight_updates import LEAVE_WEIGHTS
+from flexkv.adapters.vllm.weight_updates import LEAVE_WEIGHTS, may_change_weights
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_roles_and_resets import Make
 from tests.unit.adapters.vllm_objects import make_request
@@ -101,6 +104,23 @@ def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) ->
         engine.step({})
     engine.drain()
     assert engine.unit.manager.cached_blocks() == 0
+
+
+def test_of_vllms_own_calls_only_those_that_change_weights_reset_the_cache() -> None:
+    """A call that vLLM makes regularly and that only reads would otherwise keep the cache empty."""
+    root = Path(vllm.__file__).parent
+    files = [*root.joinpath("v1", "engine").rglob("*.py"), *root.joinpath("entrypoints").rglob("*.py")]
+    made = re.compile(r"(?<!executor)\.collective_rpc\(\s*\"(\w+)\"")
+    calls = {name for file in files for name in made.findall(file.read_text())}
+    assert "compute_weight_checksums" in calls
+    assert {name for name in calls if may_change_weights(name)} == {
+        "apply_model",
+        "finish_weight_update",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
 
 
 def test_a_closed_engine_is_left_alone(make_engine: Make) -> None:
