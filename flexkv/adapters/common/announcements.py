@@ -183,7 +183,8 @@ class Announcements(CacheListener):
         )
 
     def close(self) -> None:
-        """Writes the remaining entries for the next process. Must be called after the last disk write. Idempotent."""
+        """Writes the remaining entries of the event book for the next process. Must be called after the last disk
+        write. Idempotent."""
         if self._book is not None:
             self._book.close()
 
@@ -254,8 +255,8 @@ class Announcements(CacheListener):
             gone = [row.tobytes() for row in keys]
             if self._book.is_settled:
                 gone = [key for key in gone if (page := self._pages.get(key)) is not None and page.lasts]
-            # Until the whole book has been read, it may list pages that are not in `_pages` yet, so every key is passed
-            # to `drop`.
+            # Until the whole event book has been read, it may list pages that are not in `_pages` yet, so every key is
+            # passed to `drop`.
             self._book.drop(gone)
         self._left(keys, Medium.DISK)
 
@@ -321,12 +322,12 @@ class Announcements(CacheListener):
 
     @property
     def has_more(self) -> bool:
-        """Whether `take` would announce more pages, either now or after more of the book has been read."""
+        """Whether `take` would announce more pages, either now or after more of the event book has been read."""
         is_read = self._book is None or self._book.is_settled
         return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
 
     def _find(self, unpacked: Callable[[bytes], Record]) -> None:
-        """Records the next pages that an earlier process listed in the book and that are still in a tier."""
+        """Records the next pages that an earlier process listed in the event book and that are still in a tier."""
         if self._book is None or self._disk is None or not self._disk.in_use:
             return
         by_group: dict[int, list[Entry]] = {}
@@ -338,7 +339,7 @@ class Announcements(CacheListener):
     def _find_in(
         self, group: int, found: list[Entry], disk: OwnDisks, unpacked: Callable[[bytes], Record]
     ) -> None:
-        """Records those pages from the book that are on disk or in host memory.
+        """Records those pages from the event book that are on disk or in host memory.
 
         If a page left the disk and was stored again before a crash, the disk index may still list the older page. That
         page's slot may hold a different page by now. Even if it does not, the page would be served without being

@@ -1,10 +1,11 @@
 """Reads the files beside a model's weights that also determine its KV: the settings of image processors and of the
 quantisation, and the model's Python code.
 
-The files are read only if the model is a folder or file on this machine. If the model is a hub name, they are not read:
-which of the hub's files a machine has in its cache depends on what it loaded before, and that must not affect a key.
-The commit that identifies the weights identifies these files too. If the user names the weights instead
-(`identity.model`), the commit enters the key in place of the files; if no commit is known, nothing enters it.
+The files are read only if the model is a folder or file on this machine. If the model is given by its name on Hugging
+Face's hub, they are not read: which of the hub's files a machine has in its cache depends on what it loaded before, and
+that must not affect a key. The commit that identifies the weights identifies these files too. If the user names the
+weights instead (`identity.model`), the commit enters the key in place of the files; if no commit is known, nothing
+enters it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class EngineListener:
         """Called when the weights are about to change."""
 
     def emptied(self) -> None:
-        """Called when the engine has emptied its tree. No store of KV that was in the tree is in flight."""
+        """Called when the engine has emptied its radix tree (its prefix cache). No store of KV that was in the tree is
+        in flight."""
 
     def end_copies(self) -> None:
         """Called when the pool's memory is about to be released.
@@ -60,10 +61,11 @@ class EngineListener:
         """Called when a request enters the scheduler's queue."""
 
     def begin_insert(self, request: Any) -> None:
-        """Called when the engine's tree begins to insert a request's KV, and again with None when it has finished."""
+        """Called when the engine's radix tree begins to insert a request's KV, and again with None when it has
+        finished."""
 
     def begin_walk(self, key: Any, of_pairs: bool) -> None:
-        """Called when the engine's tree begins to insert a key.
+        """Called when the engine's radix tree begins to insert a key.
 
         Args:
             key: the key that is inserted, a `RadixKey`.
@@ -71,7 +73,7 @@ class EngineListener:
         """
 
     def end_walk(self) -> None:
-        """Called when the tree has inserted the key of the last `begin_walk`. A listener that is registered for
+        """Called when the radix tree has inserted the key of the last `begin_walk`. A listener that is registered for
         `begin_walk` gets both calls."""
 
     def add_to(self, events: list[Any]) -> list[Any]:
@@ -132,17 +134,18 @@ def name_inputs(request: Any) -> None:
     Among the tokens, SGLang represents an image by numbers made from 64 bits of the image's digest, or from a value
     that the client chose. That is not enough to distinguish one image reliably from all others. So every request with
     images or other non-text inputs gets an extra key that no other run of the engine has. The extra key enters SGLang's
-    page hashes, so the pages of such a request are found only in this run. In SGLang's tree, it also separates such
-    requests from text.
+    page hashes, so the pages of such a request are found only in this run. In SGLang's radix tree, the extra key also
+    separates such requests from text.
 
     The tokens of a request with embeddings say nothing about its content, so each such request gets its own extra key.
 
     SGLang represents a LoRA adapter only by its id at the end of the extra key, which otherwise is the client's text. A
     client could send an adapter's id as its extra key and no adapter, and other clients' requests with the adapter
-    would get the base model's KV. So an extra key without an adapter that may contain an id gets a text of its own.
+    would get the base model's KV. So if a request without an adapter has an extra key that may contain an id, flexkv
+    adds `NO_ADAPTER` to the extra key.
     """
     if not hasattr(request, _CHECKED):
-        # Only the client's own text is checked: what flexkv adds to it may look like an id.
+        # Only the client's own text is checked, because the text that flexkv adds may look like an id.
         setattr(request, _CHECKED, True)
         if request.lora_id is None and _ADAPTER_ID.search(request.extra_key or ""):
             add_to_extra_key(request, NO_ADAPTER, NO_ADAPTER)
@@ -231,7 +234,7 @@ def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named
 
 @_hook("begin_insert", f"{_TREE}.checkpoint_into_tree", HookType.AROUND)
 def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-    """SGLang's tree inserts a request's KV in the hooked method, and offloads nodes meanwhile."""
+    """SGLang's radix tree inserts a request's KV in the hooked method, and offloads nodes meanwhile."""
     for listener in _all("begin_insert"):
         listener.begin_insert(req)
     try:
@@ -243,7 +246,7 @@ def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments
 
 @_hook("begin_walk", f"{_TREE}.insert", HookType.AROUND)
 def _tell_of_walk(insert: Callable[..., Any], cache: Any, params: Any, *arguments: Any, **named: Any) -> Any:
-    """SGLang's tree inserts every key in the hooked method, and offloads nodes of the key meanwhile."""
+    """SGLang's radix tree inserts every key in the hooked method, and offloads nodes of the key meanwhile."""
     for listener in _all("begin_walk"):
         listener.begin_walk(params.key, cache.tree_core.is_eagle)
     try:

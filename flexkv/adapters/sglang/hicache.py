@@ -168,7 +168,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
             self._batches.new_weights()
 
     def emptied(self) -> None:
-        """Called when the engine has emptied its tree and its host tier."""
+        """Called when the engine has emptied its radix tree and its host tier."""
         if self._batches is not None:
             self._batches.tree_emptied()
 

@@ -174,8 +174,9 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- offloads ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Starts to store a tree node's pages. Refuses them if the settings of the request that is being inserted
-        exclude storing. If there are no free slots, the offload is accepted but completes as not stored.
+        """Starts to store the pages of a node of the engine's radix tree. Refuses them if the settings of the request
+        that is being inserted exclude storing. If there are no free slots, the offload is accepted but completes as not
+        stored.
         """
         settings = self._requests.inserting
         if settings.skip_save:
@@ -208,8 +209,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         self._cache.new_weights()
 
     def reset(self) -> None:
-        """Called when the engine empties its tree. Waits for all copies, so that none is in flight when this returns.
-        Stored pages stay valid, except those that may hold KV of former weights."""
+        """Called when the engine empties its radix tree. Waits for all copies, so that none is in flight when this
+        returns. Stored pages stay valid, except those that may hold KV of former weights."""
         self._settle()
         self._cache.tree_emptied()
 

@@ -1,4 +1,5 @@
-"""Offloads: stores of the engine's tree nodes. They are reported as completed in the order in which they began."""
+"""Offloads: stores of nodes of the engine's radix tree. They are reported as completed in the order in which they
+began."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from flexkv.transfer.graph import BlockIds
 
 @dataclass(slots=True)
 class Offload:
-    """The store of one tree node.
+    """The store of one node of the engine's radix tree.
 
     Attributes:
         request_id: the offload's id in the manager.

@@ -42,7 +42,8 @@ _decode = Decoder().decode
 
 @dataclass(slots=True)
 class _Node:
-    """Replaces a node of SGLang's tree: holds a part of a key, in the fields that SGLang's event recorder reads."""
+    """Replaces a node of SGLang's radix tree: holds a part of a key, in the fields that SGLang's event recorder
+    reads."""
 
     key: RadixKey
     parent: _Node | None
@@ -112,7 +113,7 @@ class PageEvents(EngineListener):
     # --- inserts of the tree ---
 
     def begin_walk(self, key: RadixKey, of_pairs: bool) -> None:
-        # With EAGLE, the tree converts the key to pairs of tokens.
+        # With EAGLE, the radix tree converts the key to pairs of tokens.
         if of_pairs and not key.is_bigram:
             key = RadixKey(key.token_ids, key.extra_key, True, key.limit, key.cache_salt)
         self._key, self._hashes = key.page_aligned(self._recorder.page_size), None
@@ -144,8 +145,8 @@ class PageEvents(EngineListener):
             self.end_store()
 
     def _named(self, hashes: Sequence[str], session_id: str | None) -> list[Named]:
-        """The descriptions of consecutive pages of the key that the tree is inserting. Empty if the pages are not in
-        the key, or if events cannot distinguish them (see `_is_named`)."""
+        """The descriptions of consecutive pages of the key that the radix tree is inserting. Empty if the pages are not
+        in the key, or if events cannot distinguish them (see `_is_named`)."""
         key = self._key
         if key is None or not hashes or not self._is_named(key):
             return []

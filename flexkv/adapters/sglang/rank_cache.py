@@ -307,7 +307,7 @@ class RankCache(RankWorker):
         self.counters.add("flexkv_resets_total")
 
     def tree_emptied(self) -> None:
-        """Must be called when the engine has emptied its tree, and no store of KV from the tree is in flight.
+        """Must be called when the engine has emptied its radix tree, and no store of KV from the tree is in flight.
 
         Between new weights and this call, the engine may store KV that the former weights computed, or that depends on
         such KV. All that was stored in between is forgotten.

@@ -29,7 +29,7 @@ class RequestBook(EngineListener):
         self._reader = reader
         self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
         self.inserting = NO_SETTINGS
-        """The settings of the request whose KV the engine's tree is inserting; NO_SETTINGS if it inserts none."""
+        """The settings of the request whose KV the engine's radix tree is inserting; NO_SETTINGS if it inserts none."""
 
     def enter(self, request: Any) -> None:
         """Called whenever a request enters a queue. Reads the request's settings. If they contain a namespace, adds it

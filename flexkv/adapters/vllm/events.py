@@ -67,7 +67,8 @@ class EventLog(Announcements):
         """Whether the unit no longer serves lookups, so that nothing is announced any more."""
 
     def begin_book(self) -> None:
-        """Opens the book in the first call; later calls do nothing. If that fails, pages on disk are not announced.
+        """Opens the event book in the first call; later calls do nothing. If that fails, pages on disk are not
+        announced.
 
         Call order:
             In the engine's first step, because the engine has chosen the seed of its hashes by then.

@@ -306,9 +306,9 @@ class RequestTable:
         return scheduled
 
     def _note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Records which tokens a step computes, and how many are certain after its forward pass. If a new piece of a
-        session begins in this step, also records whether its tokens are kept out of the cache. A piece without that
-        setting is treated like the previous piece.
+        """Records which tokens a step computes, and how many are certain (computed and accepted) after its forward
+        pass. If a new piece of a streaming session begins in this step, also records whether its tokens are kept out of
+        the cache. A piece without that setting is treated like the previous piece.
 
         Prompt tokens that the step computes are certain, because they are known. Tokens that the step generates are not
         certain, and neither are drafts of earlier steps that the engine has not accepted yet.
@@ -334,7 +334,8 @@ class RequestTable:
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
-        """Records how many tokens of an ended request are certain. Tokens of steps in flight do not count."""
+        """Records how many tokens of an ended request are certain, so that their KV may be stored. Tokens of steps in
+        flight do not count."""
         request = tracker.request
         # The difference may be negative: a preemption or a failed load reduces the computed tokens while their steps
         # are in flight.
@@ -344,8 +345,8 @@ class RequestTable:
         tracker.certain = tracker.storable(certain)
 
     def _read_piece(self, tracker: RequestTracker) -> None:
-        """Reads the settings of a streaming session's new piece, if there is one. Settings that the piece does not
-        contain keep their values.
+        """Reads the settings of a new piece, the next part of a streaming session's input, if there is one. Settings
+        that the piece does not contain keep their values.
 
         All keys of a session are in the namespace of its first piece. So nothing is stored or loaded for a piece that
         names another namespace.

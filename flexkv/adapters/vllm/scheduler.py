@@ -354,8 +354,8 @@ class SchedulerSide:
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        """Submits early stores at once. This is safe because the forward pass that wrote their blocks has returned, and
-        necessary because there may be no further step.
+        """Submits at once the early stores, which otherwise wait for the next step. This is safe because the forward
+        pass that wrote their blocks has returned, and necessary because there may be no further step.
         """
         early, self.orders.early = self.orders.early, []
         for worker in self.workers:

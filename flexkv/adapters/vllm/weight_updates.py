@@ -42,13 +42,13 @@ LEAVE_WEIGHTS = frozenset(
 """Methods of vLLM's workers that leave the weights as they are."""
 
 READING = ("check_", "get_", "has_", "is_", "list_", "report_", "save_", "supports_")
-"""How the name of a method begins that only reads. Such a method is taken to leave the weights as they are."""
+"""Prefixes of the names of methods that only read. flexkv assumes that such methods leave the weights unchanged."""
 
 _IS_WATCHED = "flexkv_resets_on_new_weights"
 
 
 class Resettable(Protocol):
-    """Something whose cache is bound to the engine's weights."""
+    """An object whose cache depends on the engine's weights."""
 
     def forget(self) -> None:
         """Permanently turns all pages stored so far into misses."""
@@ -60,7 +60,7 @@ _sides: WeakSet[Resettable] = WeakSet()
 def reset_on_new_weights(side: Resettable) -> None:
     """Resets `side` after each call of this process's engines that may have changed weights, as long as `side` lives.
 
-    A vLLM without `EngineCore.collective_rpc` cannot be watched, and its callers have to reset.
+    A vLLM without `EngineCore.collective_rpc` cannot be watched. Its callers then have to reset the cache.
     """
     _sides.add(side)
     core = sys.modules.get(ENGINE)
@@ -69,14 +69,15 @@ def reset_on_new_weights(side: Resettable) -> None:
 
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:
-    """Whether a call of the workers' `method` may change weights. A function may do anything."""
+    """Whether a call of the workers' `method` may change weights. A method that is given as a function may do
+    anything."""
     if not isinstance(method, str):
         return True
     return method not in LEAVE_WEIGHTS and not method.startswith(READING)
 
 
 def _watch_calls(core: ModuleType) -> None:
-    """Makes `EngineCore.collective_rpc` reset all sides after such a call. Idempotent."""
+    """Makes `EngineCore.collective_rpc` reset all sides after each call that may have changed weights. Idempotent."""
     plain = getattr(getattr(core, "EngineCore", None), "collective_rpc", None)
     if plain is None or hasattr(plain, _IS_WATCHED):
         return
