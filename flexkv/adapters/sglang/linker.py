@@ -135,8 +135,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
         """Called when a request enters the engine's queue. Starts reading the request's pages from disk, but promises
         none of them.
 
-        Runs the engine's own lookup, which computes the hashes of the pages that the engine's tree lacks and passes
-        them to `lookup`.
+        Runs the engine's own lookup, which computes the hashes of the pages that the engine's radix tree lacks and
+        passes them to `lookup`.
         """
         self._prefetching = True
         try:

@@ -81,7 +81,7 @@ class Loads:
         if within or start >= end:
             return NO_BLOCKS
         keys = tracker.keys.of(tokens)[:end]
-        # All ranks and running requests stand still during the wait. So all lookups before a step together wait at most
+        # All ranks and running requests are blocked during the wait. So all lookups before a step together wait at most
         # `load.lookup_wait_s`.
         ends_s = time.monotonic() + self._wait_left_s
         match = match_and_wait(

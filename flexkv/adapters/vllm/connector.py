@@ -195,7 +195,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
         if not settings.blend.enabled:
             return
-        from flexkv.adapters.vllm.blend.worker import BlendWorker  # imports vLLM's models
+        from flexkv.adapters.vllm.blend.worker import BlendWorker  # late, because it imports vLLM's models
 
         geometry, worker = pool_geometry(self._kv_cache_config), self.worker
         worker.blend = BlendWorker(self._vllm_config, settings, worker.rank, geometry, worker.counters)

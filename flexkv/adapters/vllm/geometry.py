@@ -212,8 +212,8 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
         interior: Interior | None = _cpu_interior(group)
         owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
     elif len(specs) > 1:
-        # The layers have no interior in common: a sparse indexer stores all values of a block before its scales, and
-        # in some other layers K and V differ in size.
+        # The layers order the bytes within a block in different ways: a sparse indexer stores all values of a block
+        # before its scales, and in some other layers K and V differ in size.
         order = str(config.kv_cache_layout).replace("L", "").replace("B", "")
         interior, owner = Interior.OPAQUE, f"vllm-{order}"
     else:

@@ -318,8 +318,8 @@ def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent
 
 
 def _elsewhere(config: VllmConfig) -> str:
-    """Returns from where vLLM reads weights that are not in the model's folder or repository; empty if all are
-    there."""
+    """Returns the sources of weights that vLLM does not read from the model's folder or repository; empty if there are
+    none."""
     load, model = config.load_config, config.model_config.hf_config
     if str(load.load_format) == "tensorizer":
         extra = getattr(load, "model_loader_extra_config", None) or {}

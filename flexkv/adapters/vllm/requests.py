@@ -246,8 +246,8 @@ class RequestTable:
         self._read_piece(tracker)
 
     def take_changed(self, trackers: Iterable[RequestTracker]) -> list[RequestTracker]:
-        """Checks whether the adapters of these requests have changed. Marks the requests for which a change is found
-        now, and returns them. Costs a few calls of `stat` per adapter.
+        """Checks whether the adapters of these requests have changed. Marks the requests for which this call has found
+        a change, and returns them. Costs a few calls of `stat` per adapter.
         """
         looked: dict[str, bool] = {}
         changed = []

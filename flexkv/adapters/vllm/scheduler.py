@@ -192,7 +192,8 @@ class SchedulerSide:
         self.prefetch(request)
 
     def prefetch(self, request: Request) -> None:
-        """Starts to fetch the pages of a request that waits in the engine's queue from the tiers behind host memory."""
+        """Starts to fetch a request's pages from the tiers behind host memory while the request waits in the engine's
+        queue."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
             return
         self.unit.grow()

@@ -313,7 +313,8 @@ class BlendForward:
     # --- attention of fewer rows ---
 
     def _context(self, context: Any, batch: BatchRows, kept: Numbers) -> Any:
-        """Returns a forward context that has only the kept rows, each run of them as a sequence of its own."""
+        """Returns a forward context that has only the kept rows. In this context, each run of kept rows is a
+        sequence."""
         whole = context.attn_metadata[self._names[0]]
         all_slots = context.slot_mapping[self._names[0]]
         runs = self.runs(batch, kept)
