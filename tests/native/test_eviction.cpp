@@ -1,5 +1,5 @@
-// Checks the contract between the block index and its eviction policies, for every policy of flexkv and for
-// the example policy of most_recent.h.
+// Checks the contract between the block index and its eviction policies, for every policy of flexkv, for
+// those of two_queues.h and most_recent.h, and with a policy that records the index's calls.
 #include <doctest/doctest.h>
 
 #include <algorithm>

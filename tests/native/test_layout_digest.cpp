@@ -38,8 +38,8 @@ TEST_CASE("every single-bit flip of a leaf, whole or short, changes the digest")
 }
 
 TEST_CASE("a flip is seen also where the other half of the keyed word is zero") {
-  // Where one half of the keyed word is 0, the product of the halves stays 0, so only the sum of words
-  // changes.
+  // If one half of the keyed word is 0, the product of the halves is 0 before and after a flip in the other
+  // half. So only the sum of words changes.
   std::vector<unsigned char> bytes(4096);
   const uint64_t word = digest_constant(3);
   for (size_t i = 0; i < 4; ++i) bytes[24 + i] = static_cast<unsigned char>(word >> (8 * i));

@@ -26,9 +26,9 @@ TEST_CASE("a block-first pool coalesces to one segment, a layer-first one does n
 TEST_CASE("runs that share bytes of the pool or of the page are refused") {
   const Segment a{4096, 100, 64, 0, 0};
   CHECK_NOTHROW(KvView({a, {4096 + 64, 100, 36, 64, 0}}, 10, 100));
-  CHECK_THROWS_AS(KvView({a, {4096 + 63, 100, 36, 64, 0}}, 10, 100), GeometryError);   // run overlap
-  CHECK_THROWS_AS(KvView({a, {4096 + 64, 100, 37, 64, 0}}, 10, 101), GeometryError);   // next block
-  CHECK_THROWS_AS(KvView({a, {4096 + 850, 100, 64, 64, 0}}, 10, 128), GeometryError);  // far block
+  CHECK_THROWS_AS(KvView({a, {4096 + 63, 100, 36, 64, 0}}, 10, 100), GeometryError);   // runs overlap
+  CHECK_THROWS_AS(KvView({a, {4096 + 64, 100, 37, 64, 0}}, 10, 101), GeometryError);   // meets next block
+  CHECK_THROWS_AS(KvView({a, {4096 + 850, 100, 64, 64, 0}}, 10, 128), GeometryError);  // meets block 8
   CHECK_NOTHROW(KvView({a, {4096 + 964, 100, 64, 64, 0}}, 10, 128));                   // no overlap
   CHECK_THROWS_AS(KvView({{4096, 63, 64, 0, 0}}, 10, 64), GeometryError);              // stride < run
   CHECK_THROWS_AS(KvView({a, {4096 + 70, 200, 20, 64, 0}, {4096 + 350, 300, 20, 84, 0}}, 10, 104),

@@ -1,4 +1,5 @@
-// NVTX ranges for a profiler: each thread pops what it pushes, and nothing is called while ranges are off.
+// Tests NVTX ranges for a profiler: each thread pops every range that it pushes, and no NVTX function is
+// called while ranges are off.
 #include <doctest/doctest.h>
 
 #include <map>

@@ -1,5 +1,5 @@
-// Copies of another unit's pages, which that unit may overwrite meanwhile. A copy counts only if it is
-// consistent.
+// Tests copies of another unit's pages. The other unit may overwrite a page during the copy. A copy succeeds
+// only if all its bytes belong to the same version of the page.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -31,7 +31,7 @@ TEST_CASE("share: what a unit publishes is found, copied and withdrawn") {
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
   CHECK(page.is(share_key(1)));
   unit.board.withdraw(3);
-  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);  // the ring was not read yet
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);  // before follow()
   directory.follow();
   CHECK_FALSE(take_all(directory).at(0).there);
   CHECK(directory.counts(peer) == PeerCounts{1, 1, 0, 0, 0});
@@ -96,7 +96,7 @@ TEST_CASE("share: an index tells of every change to a slot") {
   index.finish(more.entries, good + 2, done);  // the second write failed
   directory.follow();
   CHECK(take_all(directory).size() == 1);
-  index.insert(0, {keys.data() + 4, 2}, 2);  // one entry takes the free slot, one evicts a page
+  index.insert(0, {keys.data() + 4, 2}, 2);  // one block gets the free slot, the other evicts a page
   directory.follow();
   auto news = take_all(directory);
   REQUIRE(news.size() == 1);
@@ -139,7 +139,8 @@ TEST_CASE("share: no copy beside a writer that reuses slots is another page") {
   SharingUnit unit(16);
   PeerDirectory directory;
   unit.join(directory);
-  // With a sanitizer, which makes each copy slow, there are fewer copies. `make soak` makes a million.
+  // Makes fewer copies with a sanitizer, because a sanitizer slows down each copy. `make soak` makes a
+  // million copies.
   const uint64_t copies = uint64_t{kThreadSanitizer ? 1'000u : (kSanitizer ? 20'000u : 200'000u)} *
                           static_cast<uint64_t>(soak_factor());
   const auto late = std::chrono::steady_clock::now() + std::chrono::seconds(200);

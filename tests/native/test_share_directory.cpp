@@ -1,4 +1,4 @@
-// What a directory learns from the boards of its peers, and which pages it copies from them.
+// Tests which pages a directory finds on the boards of its peers, and which pages it copies from the peers.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -36,7 +36,7 @@ TEST_CASE("share: a page of another group or of another number of tokens is not 
   place.facts.tokens = kShareTokens - 1;
   CHECK(directory.read(place, page.bytes(), kShareSlotBytes) == PeerEnd::kAbsent);
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
-  // The slot now has the same key in another group, and the directory has not seen the change yet.
+  // The slot gets a page with the same key in another group. The directory has not read this change yet.
   unit.board.begin(0);
   unit.board.publish(0, 1, share_key(1));
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);
@@ -195,7 +195,8 @@ TEST_CASE("share: others are found while a large peer is being forgotten, which 
   while (directory.follow() > 0) {
   }
   REQUIRE(directory.pages(large) == kSlots);
-  // As many keys as a long prompt has blocks. The directory knows the first one throughout the test.
+  // The number of keys is the number of blocks of a long prompt. The directory has the page of the first key
+  // throughout the test.
   std::vector<BlockKey> wanted(1000, share_key(kSlots + 2));
   wanted.front() = share_key(kSlots);
   std::vector<PeerPlace> places;
@@ -256,8 +257,8 @@ TEST_CASE("share: files that are not what was announced are refused") {
   close(unsealed);
   PeerDirectory directory;
   const auto board = [&] { return SharedFile::read_only(unit.board.fd(), unit.board.bytes(), "board"); };
-  // Two bad pools: in the first, the last slot would end one byte beyond the pool's end. The second is one
-  // slot too small for the board.
+  // Tries two pools that are too small: in the first one, the last slot ends one byte beyond the pool's end.
+  // The second one has one slot fewer than the board.
   PeerPool pool = unit.mapped_pool();
   pool.slots_offset = 1;
   CHECK_THROWS_AS(directory.add(board(), std::move(pool), {PeerFormat{}}), ClosedError);

@@ -1,5 +1,5 @@
-// The news that a directory reports about its peers' pages: once per page, for all pages or only for
-// requested ones.
+// Tests the news that a directory reports about its peers' pages: it reports each page once, and the caller
+// takes the news of all pages or only of given ones.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ RowFacts page(uint64_t number, uint32_t group = 0) {
   return facts;
 }
 
-// The pages that a unit knows from news.
+// The pages that, according to the news taken so far, some peer has.
 struct KnownPages {
   std::set<uint64_t> pages;
 

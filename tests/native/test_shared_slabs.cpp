@@ -1,5 +1,6 @@
-// Two KV groups whose images differ in size, and whose pages share the slots of one slab. The disk lane moves
-// the pages to and from host memory, and the gds lane to and from the groups' pools in plain memory.
+// Tests two KV groups whose images have different sizes, and whose pages share the slots of one slab. The
+// disk lane moves pages between the slab and host memory. The gds lane moves them between the slab and the
+// groups' pools, which are in host memory, too.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -170,8 +171,7 @@ TEST_CASE("where images are alike the group in the trailer alone tells two group
     world.fill(1);
     world.store(1, 4, 4);
     for (const OpKind read : {OpKind::kGdsRead, OpKind::kDiskRead}) {
-      // Control: if both groups have the same number, a read for one group succeeds on the other group's
-      // page.
+      // Control: if both groups have the same number, a read for one group accepts the other group's page.
       CHECK((world.run(read, 0, 4, 4).status == Status::kOk) == (second == 0));
     }
     CHECK(world.missed(PageMiss::kGroup) == (second == 0 ? 0 : 2));

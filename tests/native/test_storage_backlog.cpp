@@ -1,5 +1,6 @@
-// More pages than the disk lane queues at once. One disk is slow, so its dispatcher goes to sleep at a full
-// queue again and again and must be woken each time. Another disk hangs.
+// Tests the disk lane with more pages than it queues at once. In one test a disk is slow: its dispatcher
+// finds the queue full again and again, goes to sleep, and must be woken each time. In the other test a disk
+// hangs.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -26,8 +27,8 @@ constexpr int32_t kPagesOfOp = 4;
 constexpr int32_t kRounds = 12;
 constexpr int64_t kBacklogPageBytes = int64_t{1} << 20;
 
-// A queue whose take() is slow, which gives the dispatcher time to push pages while the I/O thread begins
-// others.
+// A queue whose take() is slow, so that the dispatcher has time to push pages while the I/O thread begins
+// other pages.
 class DawdlingQueue final : public IoQueue {
  public:
   explicit DawdlingQueue(std::unique_ptr<IoQueue> inner) : inner_(std::move(inner)) {}
@@ -50,8 +51,8 @@ class DawdlingQueue final : public IoQueue {
 // pages that all disks together queue.
 constexpr int32_t kHeldPages = 512;
 constexpr int32_t kHeldOps = 130;
-// Unit: seconds. How long the test waits for a write to the other disk. If the lane queued all pages of the
-// hung disk, that write would finish within a few milliseconds.
+// Unit: seconds. How long the test waits for a write to the disk that does not hang. If the lane queued all
+// pages of the hung disk, this write would finish within a few milliseconds.
 constexpr double kHeldS = 1.0;
 
 struct Hold {
@@ -141,7 +142,7 @@ TEST_CASE("while a disk hangs, the lane queues a limited number of pages") {
     return submit_op(engine, std::move(op));
   };
   const int64_t control = write(1, 1);
-  CHECK(engine.wait(control, kWaitS));  // the other disk works
+  CHECK(engine.wait(control, kWaitS));  // the disk that does not hang works
   std::vector<int64_t> tickets;
   for (int32_t i = 0; i < kHeldOps; ++i) tickets.push_back(write(0, kHeldPages));
   tickets.push_back(write(1, 1));

@@ -1,4 +1,5 @@
-// How a disk handles I/Os that fail, come short, are damaged or hang: which pages fail, and for which reason.
+// Tests how a disk handles I/Os that fail, move too few bytes, damage bytes or hang: which pages fail, and
+// for which reason.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -82,7 +83,7 @@ int64_t missed(const DiskWorld& world, int32_t disk, PageMiss miss) {
   return world.lane->counts(disk).misses[static_cast<size_t>(miss)];
 }
 
-// Where byte `at` of the image in disk slot `place` is in its disk's file.
+// The offset, in the file of its disk, of byte `at` of the image in disk slot `place`.
 int64_t in_slab(const DiskWorld& world, int32_t place, int64_t at) {
   return kSlabHeaderBytes + place / kWorldDisks * world.codec->image_bytes() + at;
 }
@@ -97,7 +98,7 @@ TEST_CASE("a page of a disk fails by name where its read fails, comes short or i
     PageMiss miss;
     FailureCause cause;
   };
-  // Offset in the image of a byte of the last run. It belongs only to the last range of layers.
+  // Offset in the image of a byte of the last run. Only the last range of layers has this byte.
   const int64_t last = 2 * kWorldRun + 2000;
   for (const bool layerwise : {false, true}) {
     for (const auto& [action, miss, cause] :
@@ -166,8 +167,8 @@ TEST_CASE("a page read by layers is checked for what it is, like a whole one") {
 TEST_CASE("a later range of layers leaves the layers that are in place alone") {
   DiskWorld world(IoBackend::kThreads);
   store_all(world);
-  // The second range begins with the sector that the two layers share. Damage to the first layer's bytes in
-  // that sector does not count.
+  // The read of the second range begins with a sector that also has bytes of the first range. This test
+  // damages only such bytes, so the read must succeed.
   REQUIRE(layer_stages(*world.codec) == std::vector<int32_t>{0, 1});
   IoFaultRule rule;
   rule.action = IoFaultAction::kCorrupt;

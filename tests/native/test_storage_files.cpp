@@ -1,5 +1,5 @@
-// Trailers and slab files: what the trailer of a page must contain, which sectors the read of a range of
-// layers covers, and which processes a slab keeps out of its folder.
+// Tests trailers and slab files: what the trailer of a page must contain, which sectors the read of a range
+// of layers covers, and how long open slabs keep their folder locked.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/file.h>
@@ -63,7 +63,8 @@ TEST_CASE("a trailer is accepted for its own place, group and tag alone, and its
   CHECK(with([](PageTag& wanted) { --wanted.generation; }) == PageMiss::kGeneration);
   CHECK(with([](PageTag& wanted) { ++wanted.epoch; }) == PageMiss::kEpoch);
   CHECK(with([](PageTag& wanted) { ++wanted.tokens; }) == PageMiss::kTokens);
-  // The expiry is not compared: only the page's own expiry counts.
+  // The trailer's expiry is not compared with the requested one: the read checks only whether the page has
+  // expired.
   CHECK(with([](PageTag& wanted) { ++wanted.expiry; }) == PageMiss::kNone);
   CHECK(page_codec(3, 2304, 1)->check_trailer(image.data(), place, tag, kNow).miss == PageMiss::kGroup);
   // The trailer's digest covers each byte of the trailer, including those of the last run's digest.
@@ -126,7 +127,7 @@ TEST_CASE("zeros written ahead leave pages as they are") {
   for (const int64_t slot : {0, 3, 40})
     REQUIRE(pwrite(fd, page.data(), page.size(), slab->offset(slot)) == size);
   ZeroFill fill({slab});
-  CHECK(fill.step() == 0);  // no page has been written yet, so no slots behind it need zeros
+  CHECK(fill.step() == 0);  // no page was written yet, so no slot after a page needs zeros
   fill.wrote(0, 3);
   int64_t written = 1;
   for (int step = 0; written > 0 && step < 1000; ++step) written = fill.step();

@@ -1,4 +1,5 @@
-// A transfer engine with a disk lane on two disks: many ops at once, while one of the disks fails or hangs.
+// Tests a transfer engine with a disk lane on two disks, with many ops at once, while one of the disks fails
+// or hangs.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -133,7 +134,7 @@ TEST_CASE("a hung disk is found, its queue ends, and its I/O ends when it is let
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
-    // The other disk finishes in this time (in seconds), even on a busy machine under a sanitizer.
+    // The disk that does not hang finishes within 6 s, even on a busy machine with a sanitizer.
     DiskWorld world(io, {hang}, 6.0);
     const int64_t ticket = world.submit(OpKind::kDiskWrite, 0, kWorldPlaces, 0);
     REQUIRE(world.faults->wait_stalled(1, kWaitS));

@@ -1,5 +1,5 @@
-// The order of I/Os on one disk: reads go before writes, but a write that has waited for many reads gets a
-// turn.
+// Tests the order of I/Os on one disk: reads go before writes, but a write goes next after it has waited for
+// many reads.
 #include <doctest/doctest.h>
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace {
 constexpr int32_t kReads = 40;
 constexpr int32_t kWrites = 4;
 constexpr int32_t kTurnPlaces = 64;
-// How many reads go before a waiting write, as in disk_io.cpp.
+// How many reads may go before a waiting write; disk_io.cpp has the same number.
 constexpr size_t kReadsBeforeWrite = 16;
 
 // A queue that records whether each I/O reads or writes, in the order in which they are submitted.
@@ -39,8 +39,8 @@ class NotingQueue final : public IoQueue {
   std::shared_ptr<std::string> order_;  // 'r' or 'w' per I/O; while the disk runs, only its thread uses this
 };
 
-// Says what is wrong with the order of the I/Os, all of which waited from the start. Returns "" if the order
-// is right.
+// Returns what is wrong with the order of the I/Os; an empty string if the order is right. Precondition: all
+// I/Os were queued before the disk started.
 std::string wrong_turn(const std::string& order) {
   size_t reads_left = kReads;
   size_t writes_left = kWrites;
@@ -66,7 +66,8 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   const WrapQueue wrap = [order](std::unique_ptr<IoQueue> queue, int32_t) {
     return std::make_unique<NotingQueue>(std::move(queue), order);
   };
-  // The queue holds one I/O at a time, so that the order of submission shows the disk's choices.
+  // The queue has one I/O in flight at a time, so that the order of submission shows which I/O the disk chose
+  // each time.
   OneDisk world(kTurnPlaces, DiskOptions{IoBackend::kAuto, 1, 0}, wrap);
   // All I/Os wait when the disk starts. The writes were queued first.
   const std::vector<int64_t> tickets{world.push(OpKind::kDiskWrite, 0, kWrites),

@@ -1,5 +1,5 @@
-// A page that is queued just before the disk's thread waits is begun at once. Another test checks when the
-// watchdog reports a disk as hung.
+// Tests that the disk's thread begins a page at once even if the page was queued just before the thread
+// waits. Another test checks when the watchdog reports a disk as hung.
 #include <doctest/doctest.h>
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ bool wait_until(const std::function<bool()>& condition) {
   return true;
 }
 
-// Releases stalled I/Os at the end of a test, even if it fails, so that the disk can stop.
+// Releases stalled I/Os at the end of a test, even if the test fails, so that the disk can stop.
 struct Release {
   std::shared_ptr<IoFaults> faults;
   ~Release() { faults->release(); }

@@ -117,7 +117,7 @@ TEST_CASE("tiers that take turns at every block are looked up in windows, across
   disk->check_integrity(leased_in(found, 1));
   lookup.release(found);
 
-  // In the window at the end of the hit, one page is missing. Later, a store is filling it.
+  // One page in the window at the end of the hit is missing. Later in the test, a store fills it.
   EntryId hole = kNoEntry;
   disk->find(0, std::span(chain).subspan(701, 1), true, &hole);
   uint8_t removed = 0;

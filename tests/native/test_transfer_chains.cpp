@@ -1,5 +1,5 @@
-// Chains of as many ops as the queues hold. The end of an op must not be passed on by recursion, which would
-// overflow the stack.
+// Tests chains of as many ops as the queues hold. The engine must not start the next op of a chain by
+// recursion, because the stack would overflow.
 #include <doctest/doctest.h>
 
 #include "transfer_world.h"

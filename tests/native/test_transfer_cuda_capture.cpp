@@ -1,5 +1,6 @@
-// The engine captures a CUDA graph while flexkv registers memory, allocates and copies. The capture must stay
-// intact, and none of flexkv's calls may fail. These tests use the fake driver; nothing here ran on a GPU.
+// Tests that the engine can capture a CUDA graph while flexkv registers memory, allocates and copies. The
+// capture must stay intact, and none of flexkv's calls may fail. These tests use the fake driver and need no
+// GPU.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -37,7 +38,7 @@ TEST_CASE("cuda capture: start, registration and copies beside one leave it whol
     world.fill(0, 3);
     const Capturing capturing;
     {
-      // What flexkv does at start: it makes a context, streams and host memory, and runs self-tests.
+      // Does what flexkv does at start: makes a context, streams and host memory, and runs self-tests.
       const auto device = cuda::Device::open(0, world.loaded.driver);
       const cuda::CudaLane lane(device, fake_cuda::copy_kernels(), {});
       CHECK(lane.copier().notes().empty());
@@ -110,8 +111,8 @@ TEST_CASE("cuda capture: a stream that is captured is refused by name, and stays
   CHECK(fake_cuda::end_capture(world.stream));
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
 
-  // Control: if flexkv's stream waits for an event of the captured stream, it is drawn into the capture. If
-  // the captured stream waits for an event of flexkv's, the capture breaks.
+  // Control: if flexkv's stream waits for an event of the captured stream, flexkv's stream becomes part of
+  // the capture. If the captured stream waits for an event of flexkv's stream, the capture becomes invalid.
   fake_cuda::begin_capture(world.stream);
   {
     const cuda::Current here(*world.device);
@@ -135,8 +136,8 @@ TEST_CASE("cuda contexts: only on the devices that were asked for") {
       CHECK(memory.time_copies(false, 4096, 1) > 0);
     }).join();
     CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
-    // Control: the fake notices a context on device 0, which the CUDA runtime makes when a new thread calls
-    // cudaSetDevice.
+    // Control: the fake records a context on device 0. The CUDA runtime makes such a context when a new
+    // thread calls cudaSetDevice.
     std::thread([] { fake_cuda::set_device(0); }).join();
     CHECK(fake_cuda::take_violation("a context on a device that nobody asked for"));
     CHECK(fake_cuda::primary_contexts().count(0) == 1);

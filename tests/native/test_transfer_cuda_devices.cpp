@@ -1,5 +1,5 @@
-// Two fake devices in one process. Each has its own context, streams and transfer engine, and both use one
-// registered host pool.
+// Tests two fake devices in one process. Each device has its own context, streams and transfer engine, and
+// both devices use the same registered host pool.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// What one rank's worker has: a pool on its device, and a transfer engine.
+// The objects of one rank's worker process: a pool on the rank's device, and a transfer engine.
 struct DeviceRank {
   static constexpr int32_t kLayers = 3, kBlocks = 8;
   static constexpr int64_t kRunBytes = 4096;
@@ -113,7 +113,7 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
     CHECK(bytes.at(0) > 0);
     CHECK(bytes.at(0) == bytes.at(1));
 
-    // Control: the fake notices a copy on a stream of another device.
+    // Control: the fake records a broken rule for a copy on a stream of another device.
     const cuda::Current other(*second.device);
     std::byte byte{};
     loaded.driver.copy_to_host(&byte, reinterpret_cast<uintptr_t>(first.memory.data()), 1,

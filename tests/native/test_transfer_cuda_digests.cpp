@@ -1,5 +1,5 @@
-// The CUDA lane's digests, which several threads make and check. These tests use the fake driver; nothing
-// here ran on a GPU.
+// Tests the digests of the CUDA lane, which several threads compute and check. These tests use the fake
+// driver and need no GPU.
 #include <doctest/doctest.h>
 
 #include <string>
@@ -18,7 +18,7 @@ const char* const kName = "flexkv-digest";
 CudaShape odd_pages() {
   CudaShape shape;
   shape.layers = 5;
-  shape.run_bytes = 700'001;  // pages of 3.5 MB: an item has two, and a run has two parts
+  shape.run_bytes = 700'001;  // pages of 3.5 MB: an item has two pages, and a run has two parts
   shape.blocks = 8;
   shape.digests = true;
   return shape;

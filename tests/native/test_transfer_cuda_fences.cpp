@@ -1,5 +1,6 @@
-// The fences between the engine's stream and the CUDA lane's streams. The fake driver's streams stop on
-// request. Each test has a control without the fence, which must see the wrong bytes.
+// Tests the fences between the engine's stream and the CUDA lane's streams. The tests stop the fake driver's
+// streams to decide the order of work. Each test has a control without the fence, in which the wrong bytes
+// must appear.
 #include <doctest/doctest.h>
 
 #include <condition_variable>
@@ -53,7 +54,7 @@ std::unique_ptr<CudaWorld> make_world(bool fenced) {
   return world;
 }
 
-// Whether a store saw what the preceding forward pass wrote.
+// Whether a store copied the bytes that the preceding forward pass wrote.
 bool store_sees_the_forward(bool fenced) {
   auto world = make_world(fenced);
   world->fill(2, 1);
@@ -91,7 +92,8 @@ bool forward_reads_before_the_load(bool fenced) {
   return read_old;
 }
 
-// Whether work that the engine enqueues after wait_layer() sees that layer, although its copy has not begun.
+// Whether work that the engine enqueues after wait_layer() reads the layer's new bytes, although the layer's
+// copy has not begun when wait_layer() returns.
 bool forward_sees_the_layer(bool fenced) {
   auto world = make_world(fenced);
   world->fill(1, 3);
@@ -107,7 +109,7 @@ bool forward_sees_the_layer(bool fenced) {
   const auto ticket = world->engine->submit(std::move(graph), world->stream);
   REQUIRE(ticket);
   const LayerWait answer = world->engine->wait_layer_on(*ticket, 0, CudaWorld::kLongS, world->stream);
-  REQUIRE(answer.in_time);  // it is enough that the copy is enqueued, behind `other`
+  REQUIRE(answer.in_time);  // wait_layer_on() returns because the copy is enqueued, behind `other`
   REQUIRE(answer.failed.empty());
   CHECK_FALSE(world->layer_holds(0, 1, 3));
   bool saw = false;
@@ -158,8 +160,7 @@ TEST_CASE("cuda fences: layers that were opened behind two streams each wait for
   const uintptr_t other = fake_cuda::make_stream(false);
   Gate forward, layer;
   fake_cuda::enqueue(world->stream, [&] { forward.pass(); });
-  // These two stores occupy the lane, so that it takes no layer of the gated store before all layers are
-  // open.
+  // These two stores occupy the lane. So it takes no layer of the gated store before all layers are open.
   const int64_t before = fake_cuda::calls().kernel;
   for (int32_t i = 0; i < 2; ++i) world->submit(world->op(OpKind::kD2H, {i}, {4 + i}));
   CHECK(comes_true([&] { return fake_cuda::calls().kernel == before + 2; }));
@@ -206,7 +207,7 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  // The lane has no copy kernel here, because a failure of the kernel would not fail any page.
+  // This lane has no copy kernel, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);
@@ -216,8 +217,8 @@ TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
   CHECK(answer.in_time);
   REQUIRE(answer.failed.size() == 1);
   CHECK(answer.failed.front().second == std::vector<int32_t>{0, 1});
-  CHECK(fake_cuda::calls().waits <= waits + 1);  // the lane's own wait, for the fence
-  // At its deadline the wait ends, but the load goes on.
+  CHECK(fake_cuda::calls().waits <= waits + 1);  // the lane's own wait for the op's fence
+  // The wait for a layer ends at its deadline, but the load continues.
   Gate gate;
   fake_cuda::enqueue(world->stream, [&] { gate.pass(); });
   std::vector<int64_t> tickets;

@@ -1,5 +1,6 @@
-// A copy kernel that cannot be started, or that copies wrong bytes. flexkv detects this at start or at the
-// first failure, and no page fails because of it. These tests use the fake driver; nothing here ran on a GPU.
+// Tests a copy kernel that cannot be started, or that copies wrong bytes. flexkv detects such a kernel at
+// start or at its first failure, and no page fails because of it. These tests use the fake driver and need no
+// GPU.
 #include <doctest/doctest.h>
 
 #include <array>

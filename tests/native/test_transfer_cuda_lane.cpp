@@ -1,5 +1,5 @@
-// The CUDA lane with the fake driver: every path copies every byte, and the lane keeps the rules of batches
-// and fences and its own limits. Nothing here ran on a GPU.
+// Tests the CUDA lane with the fake driver: every path copies every byte, and the lane keeps the driver's
+// rules for batches and fences and its own limits. These tests need no GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -29,8 +29,8 @@ const std::vector<Way> kWays = {
     {"kernel", {.version = 13000}, {.batch = true, .kernel = true}, cuda::Path::kKernel},
 };
 
-// Stores some blocks, loads them into other blocks in a different order, and checks that all other bytes stay
-// as they were.
+// Stores some blocks, and loads them into other blocks in a different order. Checks that all other bytes stay
+// unchanged.
 void move_there_and_back(const CudaShape& shape, const Way& way, bool layerwise) {
   CAPTURE(way.name);
   CAPTURE(shape.run_bytes);
@@ -73,7 +73,7 @@ TEST_CASE("cuda lane: batches are bounded, attributed from copy 0, and ordered b
   shape.layers = 40;
   shape.blocks = 256;
   shape.run_bytes = 16;
-  shape.extent_slots = 64;  // few extents: preparing many takes long on a busy machine
+  shape.extent_slots = 64;  // few extents, because preparing many takes long on a busy machine
   CudaWorld world(shape, {}, {.batch = true, .kernel = false});
   std::vector<int32_t> all;
   for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
@@ -190,8 +190,8 @@ TEST_CASE("cuda lane: close with copies in flight waits for them") {
 
 namespace {
 
-// Loads 20 pages of 2 MiB while all streams are held. `cancels`: cancels the load, which drops the pages that
-// are not in flight. The engine then writes to the blocks of those pages at once, and the streams are
+// Loads 20 pages of 2 MiB while all streams are held. If `cancels` is true, cancels the load, which drops the
+// pages that are not in flight. Then the engine writes to the blocks of those pages, and the streams are
 // released. Returns whether the engine's bytes stayed unchanged.
 bool reused_blocks_stay(bool cancels) {
   CudaShape shape;
@@ -250,13 +250,13 @@ TEST_CASE("cuda lane: tables of several kernels in flight are apart, and nothing
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
   fake_cuda::hold_all(true);
   const int64_t launched = fake_cuda::calls().kernel;
-  // Two ops in the same direction. Their stream has the tables of both.
+  // Two ops in the same direction. The tables of both ops are in the memory of their stream.
   const int64_t first = world.submit(world.op(OpKind::kD2H, {0}, {1}));
   const int64_t second = world.submit(world.op(OpKind::kD2H, {1}, {2}));
   const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));
   const auto deadline = deadline_in(CudaWorld::kLongS);
   while (fake_cuda::calls().kernel < launched + 3 && seconds_until(deadline) > 0) std::this_thread::yield();
-  // Control: the fake notices if memory is freed now.
+  // Control: the fake records a broken rule if memory is freed at this point.
   void* memory = nullptr;
   const cuda::Current here(*world.device);
   REQUIRE(world.device->driver().host_alloc(&memory, 64, 0) == cuda::kSuccess);

@@ -1,5 +1,6 @@
-// Pages that are stored in several stages. A stage is in flight behind a forward pass when the next forward
-// pass, which overwrites the pages, is ordered after the store. The fake driver's streams stop on request.
+// Tests pages that are stored in several stages. One stage is in flight behind a forward pass. At this time
+// the engine orders the next forward pass, which overwrites the pages, after the store. The tests stop the
+// fake driver's streams to decide the order of work.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -13,7 +14,7 @@ using namespace flexkv;
 
 namespace {
 
-// A layer is larger than half of a sub-batch, so that each layer is a stage.
+// A layer is larger than half of a sub-batch, so that each layer is one stage of the store.
 constexpr CudaShape kLong{
     .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
 
@@ -34,9 +35,9 @@ OpResult result_of(CudaWorld& world, int64_t ticket) {
   return {};
 }
 
-// Stores `blocks` behind a forward pass that writes them. The next forward pass overwrites all of them.
-// `ordered`: the engine's stream is ordered behind the copies; otherwise the next forward pass runs before
-// them. Returns the store's result.
+// Stores `blocks` behind a forward pass that writes them. The next forward pass overwrites all of them. If
+// `ordered` is true, the engine's stream waits for the copies; otherwise the next forward pass runs before
+// the copies. Returns the store's result.
 OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& blocks, bool layerwise,
                               bool ordered) {
   GraphSpec graph;
@@ -64,7 +65,7 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
   return result_of(world, *ticket);
 }
 
-// Submits a layerwise store of block 2, none of whose layers is open.
+// Submits a gated layerwise store of block 2. No layer of the store is open yet.
 int64_t submit_gated(CudaWorld& world) {
   GraphSpec graph;
   graph.ops.push_back(world.op(OpKind::kD2H, {2}, {2}, true));
@@ -79,7 +80,7 @@ bool slots_are_whole(CudaWorld& world, const std::vector<int32_t>& blocks) {
                      [&](int32_t block) { return world.slot_holds(block, 10 + block); });
 }
 
-// Whether the page in `slot` loads, which it does if its digests match its bytes.
+// Whether a load of the page in `slot` succeeds. It succeeds if the page's digests match its bytes.
 bool loads(CudaWorld& world, int32_t slot) {
   return world.run(world.op(OpKind::kH2D, {slot}, {slot})).status == Status::kOk;
 }
@@ -225,7 +226,8 @@ TEST_CASE("cuda long pages: whenever the order comes, each page is whole or name
       std::fill_n(world->pool->slot_address(slot), world->pool->geometry().slot_bytes, std::byte{0});
     }
     const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}, true));
-    // The order comes at some time between the store's first stage and its end.
+    // Orders the engine's stream at a different time in each round, between the store's first stage and its
+    // end.
     const auto until = deadline_in(0.00002 * round);
     while (seconds_until(until) > 0) std::this_thread::yield();
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));

@@ -1,5 +1,5 @@
-// Which copies the engine's stream is ordered behind, and which copies need not wait for all of the stream's
-// work. The fake driver's streams stop on request.
+// Tests which copies the engine's stream waits for, and which copies need not wait for all work of the
+// engine's stream. The tests stop the fake driver's streams to decide the order of work.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kManyStores = 5;  // more stores than the lane has in flight at a time
 
-// Stores blocks 0 to 4, which a running forward pass writes. The next forward pass overwrites all of them,
-// after the copies if `ordered`. Returns whether every store has the bytes of the first forward pass.
+// Stores blocks 0 to 4, which a running forward pass writes. The next forward pass overwrites all these
+// blocks; if `ordered` is true, it runs after the copies. Returns whether every store has the bytes of the
+// first forward pass.
 bool stores_are_whole(CudaWorld& world, bool ordered) {
   std::array<int64_t, kManyStores> tickets{};
   {
@@ -29,7 +30,7 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
     for (int32_t i = 0; i < kManyStores; ++i) {
       tickets[static_cast<size_t>(i)] = world.submit(world.op(OpKind::kD2H, {i}, {i}));
     }
-    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // it waits for the forward pass
+    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // the last store waits for the forward pass
     for (const int64_t ticket : tickets) {
       if (ordered) REQUIRE(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
     }
@@ -52,8 +53,8 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
   return whole;
 }
 
-// Whether a load into block 1 finishes while a forward pass that does `work` still runs. `recorded_before`:
-// the load waits only for a point in the stream that was recorded before the forward pass.
+// Whether a load into block 1 finishes while a forward pass that does `work` still runs. If `recorded_before`
+// is true, the load waits only for a point in the stream that was recorded before the forward pass.
 bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void()> work, OpResult& result) {
   world.fill(1, 3);
   REQUIRE(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
@@ -88,7 +89,8 @@ class DiskStores : public Lane {
     thread_ = std::thread([source = std::move(source), lane, may_end = may_end_.get_future()] {
       while (const auto item = source->take(lane)) {
         may_end.wait();
-        // Like the real lane, this ends no store before the engine's stream has reached the store's fence.
+        // Like the real lane, this lane finishes no store before the engine's stream has reached the store's
+        // fence.
         static_cast<cuda::Event&>(*item->fence()).wait();
         source->finish(item, std::vector<MoveResult>(item->positions().size()));
       }
@@ -158,7 +160,7 @@ TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueu
       world->fill(7, 1);
       world->fill(8, 2);
     });
-    // These two stores occupy the lane, so that it takes no item of the third one.
+    // These two stores occupy the lane, so that it takes no item of the third store.
     world->submit(world->op(OpKind::kD2H, {0}, {0}));
     world->submit(world->op(OpKind::kD2H, {1}, {1}));
     ticket = world->engine->submit(std::move(graph), world->stream);
@@ -189,7 +191,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
 }
 
 TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and nothing waits for ever") {
-  // The lane has no copy kernel here, because a failure of the kernel would not fail any page.
+  // This lane has no copy kernel, because a failure of the kernel would not fail any page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   const auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   int64_t ticket = 0;
@@ -245,7 +247,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
     return *std::find_if(lanes.begin(), lanes.end(), [&](const auto& one) { return one.kind == kind; });
   };
   const auto before = world->engine->record(world->stream);
-  std::array<int64_t, 4> tickets{};  // as many as both directions together have in flight
+  std::array<int64_t, 4> tickets{};  // as many stores as both directions together have in flight
   {
     Forward forward(*world, [] {});
     for (int64_t& ticket : tickets) ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
@@ -276,7 +278,7 @@ TEST_CASE("cuda order: a load behind a point before the forward does not wait fo
   CHECK(load_ends_beside(*world, true, [] {}, result));
   CHECK(result.status == Status::kOk);
   CHECK(world->holds(1, 3));
-  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // without the point it waits
+  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // without the recorded point, the load waits
 }
 
 TEST_CASE("cuda order: control: a forward that touches what is loaded must be waited for") {
@@ -340,7 +342,7 @@ TEST_CASE(
   }
   CHECK(took(kAWhileS, false) >= kAWhileS);
   {
-    // A later store waits behind a forward pass, but the lane is already working on this one.
+    // A later store waits behind a forward pass, but the lane has already begun the store `ticket`.
     Forward forward(*world, [] {});
     const int64_t later = store(3);
     CHECK(took(kAWhileS, false) >= kAWhileS);

@@ -1,4 +1,5 @@
-// Which path a view's runs take, and how copies are grouped. These tests need no driver, fake or real.
+// Tests by which path the runs of a view are copied, and how copies are grouped. These tests call no CUDA
+// driver, neither a fake nor a real one.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -41,8 +42,8 @@ TEST_CASE("cuda plan: the way of a run follows from its own length and from what
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
   CHECK(describe_ways({false, false}, Direction::kToHost) == "one by one");
 
-  // MLA with an indexer. If the runs' mean length of 36 KiB decided, the short runs would take the path of
-  // the long ones.
+  // These are the runs of a model with MLA and an indexer. A decision by the mean length of the runs, 36 KiB,
+  // would put the short runs on the path of the long ones.
   const Segment segments[] = {
       {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
   const SplitRuns split = split_runs(segments, 32 << 10);
@@ -123,13 +124,14 @@ TEST_CASE("cuda plan: no copy has bytes of two layers that were allocated apart"
 TEST_CASE("cuda plan: no copy has bytes of two pieces of registered memory") {
   std::byte host[4096];
   const Segment segment{1 << 20, 300, 300, 0, 0};
-  // Contiguous blocks and slots; the third page's slot was registered separately.
+  // Blocks and slots are contiguous; the slots of the third and fourth page were registered separately from
+  // the first two.
   PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
   const auto copies = list_copies(std::span(&segment, 1), pages);
   REQUIRE(copies.size() == 2);
   CHECK(copies[0].bytes == 600);
   CHECK(copies[1].host == host + 600);
-  for (PageEnds& page : pages) page.piece = 4;  // control: in one piece the pages are one copy
+  for (PageEnds& page : pages) page.piece = 4;  // control: with a single registration the pages are one copy
   CHECK(list_copies(std::span(&segment, 1), pages).size() == 1);
 }
 

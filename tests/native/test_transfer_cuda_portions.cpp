@@ -1,5 +1,5 @@
-// How much the CUDA lane has in flight, and by which path. The fake driver counts it; nothing here ran on a
-// GPU.
+// Tests how many bytes the CUDA lane has in flight, and by which path it copies them. The fake driver counts
+// the bytes; these tests need no GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
   return all;
 }
 
-// Unit: bytes. How much the copy engine has in flight at most in one direction.
+// Unit: bytes. The maximum that the copy engine has in flight in one direction.
 int64_t most_in_flight(size_t direction) {
   return static_cast<int64_t>(cuda::kPortionsInFlight[direction]) * cuda::kPortionBytes[direction];
 }
@@ -82,7 +82,7 @@ TEST_CASE("cuda portions: two launches are in flight in a direction, and further
       Forward forward(world, [] {});
       for (int32_t i = 0; i < 5; ++i) tickets.push_back(world.submit(world.op(kind, {i}, {i})));
       CHECK(comes_true([&] { return fake_cuda::calls().kernel - before >= most; }));
-      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // long enough for further launches
+      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // enough time for more launches
       CHECK(fake_cuda::calls().kernel - before == most);
     }
     for (const int64_t ticket : tickets) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
@@ -171,7 +171,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for three portions 
     return calls;
   };
   CHECK(ahead_of_a_small_copy(false).bytes == most_in_flight(kStores));
-  // If the next engine step waits for the copies anyway, all of them are enqueued at once.
+  // If the next engine step waits for the copies anyway, the lane enqueues all of them at once.
   CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
 }
 
@@ -213,7 +213,7 @@ TEST_CASE("cuda portions: a large page that fails halfway is failed by name, and
 }
 
 TEST_CASE("cuda portions: by layer, each is on its way before the next one's turn, small ones together") {
-  // One layer of the four pages is 512 KiB or 16 KiB.
+  // One layer of the four pages has 512 KiB or 16 KiB.
   for (const int64_t run_bytes : {int64_t{128} << 10, int64_t{4} << 10}) {
     const CudaShape shape{.layers = 6, .blocks = 8, .run_bytes = run_bytes, .extent_slots = 8};
     CudaWorld world(shape, {}, kAll);
@@ -240,8 +240,8 @@ TEST_CASE("cuda portions: by layer, each is on its way before the next one's tur
 }
 
 TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, and forwards wait for each") {
-  // One layer of the eight pages is 256 KiB. If each range of layers has its own kernel, a range has at least
-  // two layers.
+  // One layer of the eight pages has 256 KiB. If each range of layers has its own kernel, a range has at
+  // least two layers.
   const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
   for (const bool words : {true, false}) {
     CAPTURE(words);
@@ -277,8 +277,8 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     CHECK(right == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
     CHECK(fake_cuda::calls().kernel - kernels == (words ? 1 : 4));
     CHECK(fake_cuda::calls().word_waits - waits == (words ? 8 : 0));
-    // Each stage has the chunks of its layer. The fake's copies do not show this, because it copies all
-    // chunks before it counts a stage.
+    // Checks that each stage has the chunks of its layer. The copied bytes do not show this, because the fake
+    // copies all chunks before it counts a stage.
     std::vector<int32_t> ends;
     for (int64_t layer = 1; words && layer <= shape.layers; ++layer) {
       ends.push_back(static_cast<int32_t>(layer * shape.run_bytes / cuda::kChunkBytes));
@@ -317,7 +317,7 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
     if (fails) fake_cuda::refuse("the kernel that waits", fake_cuda::kAlways);
     fake_cuda::hold_all(true);
     const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
-    // A wait on the host ends at its deadline. A wait of the stream can be enqueued although a kernel is
+    // A wait on the host ends at its deadline. A wait of the stream can be enqueued even if a kernel is
     // stuck.
     const double wait_s = fails ? 0.1 : CudaWorld::kLongS;
     for (int32_t layer = 0; layer < shape.layers; ++layer) {
@@ -377,7 +377,7 @@ TEST_CASE("cuda portions: stores go on beside loads that wait, and loads beside 
     const std::vector<int32_t> blocks{4, 5, 6, 7};
     free_graph.ops.push_back(store_first ? world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3})
                                          : world.op(OpKind::kD2H, blocks, blocks));
-    free_graph.fence = before;  // this graph need not wait for the forward pass
+    free_graph.fence = before;  // this graph does not wait for the forward pass
     const int64_t waiting = world.submit(store_first ? world.op(OpKind::kD2H, blocks, blocks)
                                                      : world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3}));
     const auto goes = world.engine->submit(std::move(free_graph), world.stream);
@@ -430,7 +430,7 @@ TEST_CASE("cuda portions: nothing is polled when nothing is in flight") {
   const double idle_s = cpu_s() - before;
   CHECK(fake_cuda::calls().queries == queries);
   CHECK(idle_s < 0.05);
-  // Control: behind a running forward pass, the lane polls from time to time.
+  // Control: while a forward pass runs in front of a copy, the lane polls from time to time.
   {
     Forward forward(world, [] {});
     const int64_t ticket = world.submit(world.op(OpKind::kD2H, {0}, {0}));

@@ -1,5 +1,5 @@
-// Calls that the driver refuses. No exception ends a thread, failed items are reported, and copies take
-// another path if they can. These tests use the fake driver; nothing here ran on a GPU.
+// Tests calls that the CUDA driver refuses: no exception ends a thread, the lane reports failed items, and
+// copies take another path if there is one. These tests use the fake driver and need no GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// When the CUDA lane reports a stage of an item, the report holds for all pages of the item.
+// Tests that the CUDA lane reports a stage of an item only when the report is true for all pages of the item.
 #include <doctest/doctest.h>
 
 #include <mutex>

@@ -1,5 +1,5 @@
-// Several threads make and check digests of pages. The result is the same as with one thread, whichever
-// thread takes which share.
+// Tests that several threads compute and check digests of pages with the same result as one thread, whichever
+// thread takes which share of the work.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -49,7 +49,7 @@ struct Pages {
     view = std::make_unique<AttachedView>(0, std::make_shared<KvView>(runs, 1, page), pool, 0, digest_offset);
     for (int32_t slot = 0; slot < slot_count; ++slot) {
       slots.push_back(slot);
-      std::byte* const bytes = view->stripe(slot);  // calls per byte are slow with a sanitizer
+      std::byte* const bytes = view->stripe(slot);  // a call per byte is slow with a sanitizer
       for (int64_t i = 0; i < page; ++i) {
         bytes[i] = static_cast<std::byte>(slot * 37 + i * 7 + (i >> 8) + (i >> 16) * 5);
       }
@@ -82,7 +82,7 @@ struct Pages {
   }
   bool digests_are_right() const { return digests_are_right(0, layers()); }
 
-  // Whether `results` are the same for every page as those of one thread.
+  // Whether `results` has for every page the same result that one thread computes.
   bool same_as_alone(const std::vector<MoveResult>& results, int32_t lo, int32_t hi) const {
     for (size_t i = 0; i < slots.size(); ++i) {
       const MoveResult alone = check_digests(*view, slots[i], lo, hi);
@@ -116,7 +116,8 @@ bool all_ok(const std::vector<MoveResult>& results) {
   return true;
 }
 
-// Pages of short and long runs, several per layer, which are cut in different ways.
+// Pages with short and long runs, several per layer. The crew divides these runs into shares in different
+// ways.
 const Shape kMixed = {{5, 300 * kKiB, 4097},       {700 * kKiB + 13},       {1, 512 * kKiB, 512 * kKiB - 1},
                       {100'003, 100'003, 100'003}, {2048 * kKiB + 4096, 7}, {9}};
 
@@ -128,7 +129,7 @@ struct Case {
 const std::vector<Case> kCases = {
     {same_runs(1, 8192 * kKiB), 1},         // one long run
     {same_runs(1, 8192 * kKiB + 4099), 1},  // one long run of odd length
-    {same_runs(1, 512 * kKiB), 1},          // the least work that is divided among threads
+    {same_runs(1, 512 * kKiB), 1},          // the smallest work that is divided among threads
     {same_runs(1, 512 * kKiB - 1), 1},      // one byte less: the caller works alone
     {same_runs(1, 512 * kKiB - 1), 3},      // no run is cut
     {same_runs(7, 100'003), 2},             // runs that fill a share unevenly
@@ -218,7 +219,7 @@ TEST_CASE("digest crew: of several changed runs the first is named, also of long
     for (size_t run = 0; run < pages.run_count(); ++run) {
       const int64_t bytes = pages.run(run).run_bytes;
       for (const int64_t in_run : {int64_t{0}, bytes / 2, bytes - 1}) {
-        // All later runs of the page change too, and so does the last byte of another page.
+        // Changes also all later runs of the page, and the last byte of another page.
         std::vector<std::byte*> changed = {pages.view->stripe(1) + pages.run(run).page_offset + in_run};
         for (size_t later = run + 1; later < pages.run_count(); ++later) {
           changed.push_back(pages.view->stripe(1) + pages.run(later).page_offset);
@@ -243,10 +244,10 @@ TEST_CASE("digest crew: all of its threads take shares, and with one there is no
     CAPTURE(threads);
     Meeting meeting(static_cast<size_t>(threads));
     DigestCrew crew(threads, [&](DigestWork) { meeting.come(); });
-    CHECK(threads_named(kCrewThread) == 0);  // no threads before there is work
+    CHECK(threads_named(kCrewThread) == 0);  // the crew starts no threads before it has work
     pages.write(crew);
     CHECK(threads_named(kCrewThread) == threads - 1);
-    // A caller that works alone takes no shares, so its call does not come to the meeting.
+    // A caller that works alone takes no shares, so it does not come to the meeting.
     CHECK(meeting.came() == (threads == 1 ? 0 : static_cast<size_t>(threads)));
     CHECK(meeting.was_there(std::this_thread::get_id()) == (threads > 1));
     CHECK(pages.digests_are_right());
@@ -371,7 +372,7 @@ TEST_CASE("digest crew: a check goes before shares of a write, and a third calle
   turnstile.await(writing, 1);
   const std::thread::id helper = turnstile.await_stranger({writing});
   CHECK(turnstile.await(helper, 1) == DigestWork::kWrite);
-  third.write(crew);  // it would be stopped if it took a share
+  third.write(crew);  // the turnstile would stop this call if it took a share
   CHECK(third.digests_are_right());
   std::vector<MoveResult> results;
   std::thread checker([&] { results = checked.check(crew); });

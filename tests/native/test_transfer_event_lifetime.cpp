@@ -1,5 +1,5 @@
-// Dropping the last reference to an event calls the driver, which may wait for the device. This must never
-// happen under the scheduler's lock, because every other call to the scheduler would wait too.
+// Tests that the scheduler never drops the last reference to an event under its lock. Dropping that reference
+// calls the driver, which may wait for the device. Then every other call to the scheduler would wait, too.
 #include <doctest/doctest.h>
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// Host pools with a device that registers extents, or refuses to.
+// Tests host pools with a device that registers extents or refuses to register them.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ TEST_CASE("a refused extent is named and works; the others are registered, and l
   // The second and the third extent are refused twice each: at the first try and at the only retry.
   const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2, 4, 5});
   auto pool = ready_pool();
-  CHECK(pool->pinned_slots() == 0);  // before pin(): a process that does not copy pins nothing
+  CHECK(pool->pinned_slots() == 0);  // pin() was not called: a process that does not copy pins nothing
   CHECK(registrar->held().empty());
   pool->pin(registrar, {.tries = 1, .first_pause_s = 0.001});
   REQUIRE(comes_true([&] { return !pool->registration_error().empty(); }));
@@ -152,7 +152,8 @@ TEST_CASE("pieces of every geometry cover each slot once, within one extent, and
 }
 
 TEST_CASE("bring-up stops, with a reason, before it takes the last free memory") {
-  // A machine whose memory other programs fill. Too little is left at the fourth check.
+  // Simulates a machine on which other programs use up the memory. At the fourth check too little memory is
+  // left.
   auto looks = std::make_shared<std::atomic<int>>(0);
   PoolOptions options;
   options.memory = [looks]() -> MemoryLimit {

@@ -1,5 +1,5 @@
-// Loads from slots that another transfer engine's reads are still filling. The copy of a page starts when the
-// page's own bytes are there.
+// Tests loads from slots that the reads of another transfer engine are still filling. The copy of a page
+// starts when the page's own bytes are in its slot.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 constexpr EngineOptions kOptions{.queue_ops = 64, .copy_threads = 2, .op_stuck_s = 0};
 
 struct SlotWorld : TransferWorld {
-  // Slot i holds the bytes that block i should get. All blocks hold zeros.
+  // Slot i holds the bytes that a load must copy to block i. All blocks hold zeros.
   explicit SlotWorld(int32_t blocks, std::vector<FaultRule> rules = {})
       : TransferWorld(blocks, kOptions, std::move(rules)) {
     OpSpec store = op(OpKind::kD2H, blocks);
@@ -183,7 +183,7 @@ TEST_CASE("a page that is lost after some of its layers were moved is named, and
   world.settle(1, 7, false);
   world.settle(0, 7, true);
   CHECK(!world.engine->wait_layer(ticket, 2, 0.01).in_time);
-  world.settle(2, 9, true);  // another read fills the slot, so read 7 has failed for it
+  world.settle(2, 9, true);  // another read fills slot 2, so read 7 counts as failed for this slot
   const LayerWait last = world.engine->wait_layer(ticket, 3, kGenerousS);
   CHECK(last.in_time);
   REQUIRE(last.failed.size() == 1);
@@ -235,8 +235,8 @@ TEST_CASE("many loads and many reads at once: every page is there, or named") {
   const auto fails = [](int32_t slot) { return slot % 11 == 0; };
   std::thread reader([&] {
     for (const int32_t slot : order) {
-      // As with a disk, the bytes come first. Another thread of the engine reads them only after the slot is
-      // settled.
+      // As with a disk, the bytes come first. Another thread of the engine reads the bytes only after the
+      // slot is settled.
       world.pool->slot(slot)[0] = std::byte{SlotWorld::value(slot)};
       world.settle(slot, 100 + slot / kEach, !fails(slot));
     }

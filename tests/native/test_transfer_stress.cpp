@@ -1,5 +1,5 @@
-// Threads that submit, cancel, poll, wait and close at the same time. The test runs without a sanitizer, with
-// ASan and UBSan, and with TSan.
+// Tests a transfer engine with threads that submit, cancel, poll, wait and close at the same time. The test
+// runs without a sanitizer, with ASan and UBSan, and with TSan.
 #include <doctest/doctest.h>
 #include <poll.h>
 
@@ -18,8 +18,9 @@ using namespace flexkv;
 namespace {
 
 constexpr int kSubmitters = 3;
-constexpr int kRing = 4;          // graphs that one submitter has in flight
-constexpr int32_t kSetPages = 6;  // pages of one graph: stored from one set of blocks, loaded to another
+constexpr int kRing = 4;          // number of graphs that one submitter has in flight
+constexpr int32_t kSetPages = 6;  // pages of one graph, which stores them from some blocks and loads them
+                                  // into others
 constexpr int32_t kStressBlocks = kSubmitters * kRing * 2 * kSetPages;
 
 class Stress {
@@ -37,7 +38,7 @@ class Stress {
     threads.emplace_back([this] { poll(); });
     threads.emplace_back([this] { meddle(); });
     while (submitted_ < 150) std::this_thread::yield();
-    // Submitters go on while two threads close the engine.
+    // The submitters continue while two threads close the engine.
     std::thread other([this] { CHECK(world_.engine->close(kGenerousS)); });
     CHECK(world_.engine->close(kGenerousS));
     other.join();

@@ -1,5 +1,5 @@
-// Every event that ends a wait wakes the waiting thread. The deadlines of these waits are longer than any
-// test, so the test notices a thread that is not woken. With a short deadline the thread would only seem
+// Tests that every event that ends a wait wakes the waiting thread. The deadlines of the waits are longer
+// than any test, so a test fails if a thread is not woken. With short deadlines the thread would only seem
 // slow.
 #include <doctest/doctest.h>
 
@@ -21,7 +21,7 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: seconds. kForeverS is longer than any test. kNotYetS is how long a test waits for something that must
+// Unit: seconds. kForeverS is longer than any test. kNotYetS is how long a test waits for an event that must
 // not happen.
 constexpr double kForeverS = 1e6, kNotYetS = 0.2;
 constexpr int32_t kStages = 4;
@@ -70,7 +70,7 @@ struct WaiterWorld {
   int64_t next_op = 1;
 };
 
-// Whether `wait` returns after `end` is called, and not before. If it does not return, its thread and the
+// Whether `wait` returns after `end` is called, and not before. If `wait` does not return, its thread and the
 // test's objects stay alive.
 bool is_woken(const std::shared_ptr<WaiterWorld>& world, std::function<void(Scheduler&)> wait,
               const std::function<void()>& end) {

@@ -1,5 +1,5 @@
-// Helpers for tests of threads: the number of threads with a name, a state in which no thread can be started,
-// and a barrier.
+// Helpers for tests of threads: the number of threads with a name, a class that prevents the start of
+// threads, and a barrier.
 #pragma once
 #include <pthread.h>
 
@@ -19,7 +19,7 @@ namespace flexkv {
 inline int threads_named(const std::string& name) {
   int count = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::ifstream file(task.path() / "comm");  // a thread that ends meanwhile has no name
+    std::ifstream file(task.path() / "comm");  // a thread that has ended has no name
     std::string comm;
     count += std::getline(file, comm) && comm == name ? 1 : 0;
   }

@@ -1,4 +1,5 @@
-// An engine's pool in plain memory, a host pool and a transfer engine between them.
+// An engine's pool in ordinary memory, a host pool, and a transfer engine that moves pages between the two
+// pools.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -12,8 +13,8 @@
 
 namespace flexkv {
 
-// Unit: seconds. How long a test waits for something that must happen, even on a busy machine under a
-// sanitizer.
+// Unit: seconds. How long a test waits for an event that must happen. The time is enough even on a busy
+// machine and with a sanitizer.
 inline constexpr double kGenerousS = 60;
 
 struct TransferWorld {

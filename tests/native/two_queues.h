@@ -1,6 +1,6 @@
-// The smallest policy with two queues and ghosts. A new block goes to the short queue. It is soon evicted
-// from there unless it is hit, which moves it to the long queue. A block that is stored again after its
-// eviction from the short queue also goes to the long queue.
+// The smallest policy with two queues and ghosts (the remembered keys of evicted blocks). A new block goes to
+// the short queue, from which it is soon evicted. A hit moves the block to the long queue. A block that is
+// stored again after its eviction from the short queue also goes to the long queue.
 #pragma once
 #include <deque>
 #include <memory>
@@ -16,7 +16,8 @@ class TwoQueues final : public EvictionPolicy {
   explicit TwoQueues(const PolicyRoom& room) : room_(room), notes_(*room.notes) {}
 
   void admit(EntryId first, EntryId last, const Use& use) override {
-    // Links one block at a time, from the chain's end, so that the first block stays longest in each queue.
+    // Links one block at a time, from the chain's end, so that each queue evicts the first block of the chain
+    // last.
     for (EntryId at = last;;) {
       const EntryId newer = room_.table[at].newer;
       const PolicyNote was = notes_[at] & kQueue;
@@ -36,7 +37,7 @@ class TwoQueues final : public EvictionPolicy {
       const EntryId oldest = room_.table[head(queue)].newer;
       if (oldest == head(queue)) continue;
       room_.table.unlink(oldest, oldest);
-      uncount(oldest);  // counted now, because the index takes several victims before it calls gone()
+      uncount(oldest);  // uncounted here, because the index takes several victims before it calls gone()
       return oldest;
     }
     return kNoEntry;
@@ -82,9 +83,9 @@ class TwoQueues final : public EvictionPolicy {
 
  private:
   // The parts of a note: the queue of the block (kShort or kLong, masked by kQueue), and kCounted if the
-  // block is linked in it.
+  // block is linked in its queue.
   static constexpr PolicyNote kShort = 1, kLong = 2, kQueue = 3, kCounted = 4;
-  static constexpr size_t kShortShare = 4;  // the short queue may have one slot in this many
+  static constexpr size_t kShortShare = 4;  // the short queue may use one slot in this many
 
   EntryId head(PolicyNote queue) const { return room_.first_head + (queue == kLong ? 1 : 0); }
   size_t& count(PolicyNote queue) { return queue == kShort ? short_ : long_; }
