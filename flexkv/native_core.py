@@ -11,7 +11,7 @@ from flexkv.errors import NativeCoreError
 
 STUB = Path(__file__).with_name("c_ext.pyi")
 DIGITS = 12
-"""How many digits of the two digests are compared. The build writes as many digits into the native core
+"""`check_native_core` compares this many digits of the digests. The build writes as many digits into the native core
 (`build_support.ninja_file.interface_id`).
 """
 UNKNOWN = "unknown (older than this check)"

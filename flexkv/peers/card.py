@@ -15,7 +15,7 @@ from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup
 
 PROTOCOL = 2
-"""The common version of cards, boards and pools. A unit with another version is refused."""
+"""The version of the formats of cards, boards and pools. A unit does not share pages with units of another version."""
 
 MOST_CARD_BYTES = 128 << 10
 """The maximum length of a card, in bytes. It is limited so that a card fits into one packet of a Unix socket."""
@@ -27,7 +27,9 @@ MOST_GROUPS = 64
 """The maximum number of a unit's KV groups."""
 
 MOST_TOKENS = (1 << 31) - 1
-"""The maximum number of a block's tokens, and the largest reach. Native code stores both as uint32."""
+"""The maximum number of tokens in a block, and the maximum `reach` (length of a window or chunk). Native code stores
+both numbers as uint32.
+"""
 
 SHOWN_DIGITS = 8
 """How many digits of a unit's id are shown to users."""
@@ -106,7 +108,7 @@ class UnitCard:
         unit: the unit's id in hex, drawn when it began to share.
         fingerprint: the model's fingerprint, 64 hex digits. Units share pages only if their fingerprints are equal.
         weights: digest of the whole content of the weights, 64 hex digits; empty if the fingerprint covers it.
-        groups: the unit's KV groups, indexed by the numbers that boards contain.
+        groups: the unit's KV groups. Boards identify a group by its index in this tuple.
         host: where the host pool lies; None if host memory is not shared.
         disk: where the folders lie; None if folders are not shared.
     """
@@ -154,7 +156,8 @@ class UnitCard:
         }
 
     def encode(self) -> bytes:
-        """
+        """Returns the card as JSON.
+
         Raises:
             ContractError: the card is too long.
         """
@@ -175,7 +178,8 @@ def name_of(facts: Mapping[str, Any]) -> str:
 
 
 def decode_card(text: bytes) -> UnitCard:
-    """
+    """Returns the card in JSON text that another unit sent.
+
     Raises:
         ContractError: the bytes are not a card, or the card has another version; the message says what is wrong.
     """
@@ -207,7 +211,8 @@ def _group(told: dict[str, Any]) -> GroupCard:
 
 
 def _check(card: UnitCard) -> None:
-    """
+    """Checks the types and ranges of a card's values.
+
     Raises:
         ContractError: a value has the wrong type for its field, or is out of range; the message names the field.
     """

@@ -82,7 +82,7 @@ class DistantUnits:
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
     def end(self) -> None:
-        """Stops promising pages from other machines, and tells the watch's thread to end. Does not wait for a file
+        """Stops promising pages from other machines, and signals the watch's thread to end. Does not wait for a file
         server. Idempotent.
         """
         with self._lock:

@@ -56,7 +56,9 @@ MOST_READ_BYTES = 16 << 20
 MOST_FRAMES = 1024
 """How many frames one call of `LiveReader.look` reads from a file at most."""
 MOST_BEATS = 512
-"""A new edition replaces the file after this many heartbeats, so that one look can read all frames of an idle unit."""
+"""A new edition replaces the file after this many heartbeats, so that one call of `look` can read all frames of an idle
+unit.
+"""
 
 MOST_NAME = 255
 MOST_FOLDERS = 64
@@ -97,7 +99,8 @@ class LiveHead:
 
 
 def decode_head(text: bytes) -> LiveHead:
-    """
+    """Returns the description of a unit in the first frame of its file.
+
     Raises:
         ContractError: the frame does not describe a unit; the message says what is wrong.
     """
@@ -187,7 +190,7 @@ class LiveWriter:
         finally:
             os.close(fd)
         if self._ended:
-            return  # a file server may have blocked this thread until another process has locked the folder
+            return  # while a file server blocked this thread, another process may have locked the folder
         os.replace(path, self._path)
         self._file = (found.st_dev, found.st_ino)
         self._bytes, self._most = len(content), len(content) + APPENDED_BYTES
@@ -215,7 +218,7 @@ class LiveWriter:
 
 
 class LiveFile:
-    """An open file, which the end of a `with` statement closes."""
+    """A unit's file, opened for reading. The end of a `with` statement closes it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -239,7 +242,8 @@ class LiveFile:
 
 
 def open_live(path: Path) -> LiveFile:
-    """
+    """Opens another unit's file for reading.
+
     Raises:
         OSError: the file cannot be opened.
         DiskError: it is not a regular file of this user, or is longer than MOST_FILE_BYTES.
@@ -276,12 +280,12 @@ def session_of(header: bytes) -> tuple[bytes, int]:
 
 @dataclass(slots=True)
 class LiveNews:
-    """The result of a look at a unit's file.
+    """The result of one call of `LiveReader.look`.
 
     Attributes:
-        is_new: whether a new session has begun since the last look.
-        is_alive: whether a heartbeat was added since the last look. False for a new session. Also False if the last
-            look did not reach the file's end: the unit may have written the rest long ago and then ended.
+        is_new: whether a new session has begun since the last call.
+        is_alive: whether a heartbeat was added since the last call. False for a new session. Also False if the last
+            call did not reach the file's end: the unit may have written the rest long ago and then ended.
         is_all: whether places that are not in `frames` have no page; if False, they are unchanged.
         frames: epoch and rows of each frame, in the file's order.
         fault: what is wrong with the next frame, so that the rest of the file was not read; empty if nothing is.
@@ -295,13 +299,13 @@ class LiveNews:
 
 
 class LiveReader:
-    """Follows another unit's file. If a look raises an error, the reader stays as it was.
+    """Follows another unit's file. If a call of `look` raises an error, the reader's state does not change.
 
     Args:
         skip_machine: id of a machine; the rows of its units are not read. Empty to read the rows of all units.
 
     Attributes:
-        head: the unit, as the current session's file describes it; None before the first look.
+        head: the unit, as the current session's file describes it; None before the first call of `look`.
     """
 
     def __init__(self, path: Path, skip_machine: str = "") -> None:
@@ -312,11 +316,11 @@ class LiveReader:
         self._reached_end = False
 
     def rewind(self) -> None:
-        """Makes the next look read the edition from its start."""
+        """Makes the next call of `look` read the edition from its start."""
         self._at = 0
 
     def look(self) -> LiveNews:
-        """Reads the frames that were added since the last look.
+        """Reads the frames that were added since the last call.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -338,7 +342,7 @@ class LiveReader:
             file.seek(at)
             content = b"" if head.machine == self._skip_machine else file.read(MOST_READ_BYTES)
         taken, beat = self._take(content, head, news)
-        # These attributes are set last: if the read or the close fails, the next look must still report the session as
+        # These attributes are set last: if the read or the close fails, the next call must still report the session as
         # new.
         self.head, self._session, self._edition = head, session, edition
         self._at, self._beat = at + taken, beat

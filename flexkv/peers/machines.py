@@ -2,7 +2,7 @@
 files only.
 
 The folders of all units lie below one folder that every machine sees. The machines' clocks and the files' times do not
-matter: a unit counts as running as long as its heartbeat advances between looks at its file.
+matter: a unit counts as running as long as its heartbeat advances between two reads of its file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ that unit's or this unit's, whichever is longer.
 """
 
 SCAN_BEATS = 5
-"""After this many rounds of looks at known files, the thread searches for new files."""
+"""After the thread has read the known files this many times, it searches for new files."""
 
 JITTER = 0.25
 """An interval is randomly shorter or longer by up to this fraction, so that machines do not all ask their file server
@@ -43,28 +43,29 @@ at the same moment.
 """
 
 AGAIN_S = 60.0
-"""A refused unit is tried again after this many seconds, or earlier if it starts anew."""
+"""A unit that was refused is tried again after this many seconds, or earlier if the unit restarts."""
 
 ASLEEP_BEATS = 25
-"""How many heartbeat intervals pass between two looks at a file whose unit is not followed and does not advance its
-heartbeat.
+"""How many heartbeat intervals pass between two reads of a file if the file's unit is not followed and does not advance
+its heartbeat.
 """
 
 MOST_UNITS = 64
 """The maximum number of units on other machines that are followed at a time."""
 
 MOST_FILES = 1024
-"""The maximum number of files that are looked at. This includes files that ended units have not removed."""
+"""The maximum number of files that are read. This includes files that ended units have not removed."""
 
 MOST_FOLDERS = 256
-"""One search looks into at most this many of the folders in the folder that all machines see."""
+"""One search reads at most this many subfolders of the folder that all machines see."""
 
 STOP_S = 2.0
 """How many seconds a close waits for the thread, which a file server that does not answer may block."""
 
 
 def machine_id() -> str:
-    """An id of this machine until its next boot. Containers on one kernel have the same id; no other machine has it.
+    """An id of this machine until its next boot. Containers on one kernel have the same id; no other machine has this
+    id.
 
     Raises:
         OSError: /proc cannot be read.
@@ -142,11 +143,11 @@ class DistantUnit:
     """A file that the search has found, and the state of its unit.
 
     Attributes:
-        alive_s: when the unit's heartbeat was last seen to advance, in seconds of this process's monotonic clock.
+        alive_s: when this process last saw the unit's heartbeat advance, in seconds of this process's monotonic clock.
         mirror: the unit's pages; None while the unit is not followed.
         joined: the unit as its file described it when it was joined; None before.
         again_s: when the unit may be tried again after it was refused, on the same clock.
-        asleep_s: when the file is looked at again, on the same clock; 0 for the next round.
+        asleep_s: when the file is read again, on the same clock; 0 for the next round of reads.
         refused: the reason last logged why the unit was not joined; empty if there is none.
         declined: the unit's name for users while it runs and is refused, else empty.
         fault: the fault of the file last logged; empty if there is none.
@@ -174,7 +175,7 @@ class MachineWatch:
             pages. Raises FlexKVError or OSError to refuse the unit.
         left: called when a unit that was joined is gone, with the path of its file.
         end_refusal: called when a unit that `join` has refused may have ended, with its name for users.
-        follow: called after each round of looks, to read the changes of the boards.
+        follow: called after all files were read, to read the changes of the boards.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class MachineWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Tells the thread to end. Idempotent."""
+        """Signals the thread to end. Idempotent."""
         self._closed.set()
         self._writer.end()
 
@@ -228,7 +229,7 @@ class MachineWatch:
                 self._look_at_all()
                 self._follow()
                 self._closed.wait(self._head.beat_s * self._random.uniform(1 - JITTER, 1 + JITTER))
-        except Exception:  # sharing across machines ends, and the unit goes on without it
+        except Exception:  # the unit continues without sharing across machines
             logger.exception("following units of other machines")
         for path, unit in self._units.items():
             self._leave(path, unit, "this unit leaves")
@@ -270,7 +271,7 @@ class MachineWatch:
         except OSError as error:
             found, fault = [], f"{self._parent}: units of other machines are not searched: {error}"
         found = [path for path in found if path not in self._units]
-        self._random.shuffle(found)  # if there are too many files, each gets a chance
+        self._random.shuffle(found)  # if there are too many files, other files are left out each time
         for path in found:
             if len(self._units) >= MOST_FILES and not self._forget_one():
                 fault = f"{path}: not followed: {MOST_FILES} files of units are looked at"
@@ -279,8 +280,8 @@ class MachineWatch:
         self._say_once("scan", fault)
 
     def _forget_one(self) -> bool:
-        """Among the files that are looked at rarely, forgets the one whose unit has shown no heartbeat for the longest
-        time. Returns whether there was one. A later search may find the file again.
+        """Among the files that are read rarely, forgets the file whose unit has shown no heartbeat for the longest
+        time. Returns whether there was such a file. A later search may find the file again.
         """
         asleep = [(unit.alive_s, path) for path, unit in self._units.items() if unit.asleep_s]
         if asleep:
@@ -328,7 +329,7 @@ class MachineWatch:
                 self._leave(path, unit, "its heartbeat stands still")
 
     def _rest(self, unit: DistantUnit, news: LiveNews, now_s: float) -> None:
-        """Arranges that a file is looked at rarely if its unit is not followed and the file does not change. Such a
+        """Makes the thread read a file rarely if the file's unit is not followed and the file does not change. Such a
         unit has ended, or runs on this machine.
         """
         unit.asleep_s = 0.0
@@ -360,7 +361,7 @@ class MachineWatch:
         self._look(path, unit)
 
     def _forgive(self, unit: DistantUnit) -> None:
-        """Forgets that a unit was refused, because the unit has ended or started anew."""
+        """Forgets that a unit was refused, because the unit has ended or restarted."""
         if unit.declined:
             self._end_refusal(unit.declined)
         unit.again_s, unit.refused, unit.declined = 0.0, "", ""

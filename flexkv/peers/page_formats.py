@@ -14,11 +14,11 @@ from flexkv.storage.peer_folders import Rewrites, rewrites_of, same_format
 DIGEST_BYTES = 8
 
 Pieces = list[tuple[int, int, int]]
-"""Stripes to copy: offset in the peer's slot, offset in this unit's slot, bytes."""
+"""Stripes to copy, each as (offset in the peer's slot, offset in this unit's slot, bytes)."""
 
 Runs = list[tuple[int, int, int, int]]
-"""Runs with digests: offset in this unit's slot, bytes, offset of the digest in the peer's slot, and in this unit's
-slot; -1 if a slot has no digests.
+"""Runs with digests, each as (offset in this unit's slot, bytes, offset of the digest in the peer's slot, offset of the
+digest in this unit's slot). A digest's offset is -1 if the slot has no digests.
 """
 
 
@@ -53,7 +53,7 @@ class PeerFormats:
 
 
 class UnitPages:
-    """The KV groups of this unit, and the check of which peers' pages it can use.
+    """The KV groups of this unit. Checks which peers' pages the unit can use.
 
     Args:
         groups: this unit's KV groups.
@@ -67,7 +67,8 @@ class UnitPages:
         self._rewrites = rewrites
 
     def formats_of(self, theirs: Sequence[DiskGroup]) -> PeerFormats:
-        """
+        """Returns how a peer's pages become this unit's pages.
+
         Raises:
             GeometryError, ConfigError: the peer's groups are impossible, or `rewrites_of` cannot convert their pages.
             DiskError: the peer's pages have another format, and `rewrites` is false.

@@ -1,4 +1,4 @@
-"""Loads pages from the host pools of other units. A thread copies them, and fails pages that change during the copy."""
+"""Loads pages from the host pools of other units. A thread copies the pages; a page that changes meanwhile fails."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
 from flexkv.transfer.host_pool import HostPool
 
 PAGES_AT_ONCE = 16
-"""How many pages one native call copies. With large pages that takes some milliseconds, and the reader can be closed
-only between calls.
+"""How many pages one native call copies. With large pages one call takes some milliseconds, and the reader can be
+closed only between calls.
 """
 
 COPIED, ABSENT, CHANGED, DIGEST_FAULT, FORMAT = range(5)
@@ -38,8 +38,8 @@ class PoolReader(PageReader):
     """Carries out DISK_READ ops that copy pages from peers' host pools. Each page is found in `directory` by the key in
     the page's tag; the places in the ops have no meaning.
 
-    A page is verified only if the board's row of the peer's slot identified the page, with the same version, before and
-    after the copy. If the peer's slots contain run digests, the runs must match these digests too.
+    A copied page is accepted only if the row of its slot on the peer's board named the page both before and after the
+    copy, with the same version. If the peer's slots contain run digests, the runs must match these digests too.
 
     Args:
         directory: the pages in peers' host pools.

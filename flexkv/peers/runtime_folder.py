@@ -21,7 +21,9 @@ SOCKET_SUFFIX = ".sock"
 NEW_SUFFIX = ".new"
 
 START_S = 60.0
-"""A unit writes its file at most this many seconds after it has made its socket."""
+"""A unit writes its file at most this many seconds after it has made its socket. Older sockets without a file were left
+by killed units.
+"""
 
 MOST_PATH_BYTES = 107
 """The maximum length of a Unix socket's path (`sun_path`), in bytes."""

@@ -35,7 +35,7 @@ DEPARTED_S = 10.0
 """With `peers.store: once`, an ended unit's pool stays mapped, and its memory in use, for up to this many seconds."""
 
 LEAVE_S = 5.0
-"""How many seconds a close waits for the thread that `retire` has started."""
+"""How many seconds `close` waits for the thread that `retire` has started."""
 
 MOST_REASON = 300
 """The maximum length of a reason for a refusal, in characters. A reason may repeat text from a peer."""
@@ -106,7 +106,7 @@ class PeerShare:
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
         """For each peer in `disk`, its slabs for each KV group."""
         self._kept: dict[tuple[str, ...], int] = {}
-        """The number in `disk` of each peer that has ended and whose pages stay known, by its folders."""
+        """Peers that have ended and whose pages stay known. Maps a peer's folders to its number in `disk`."""
         self._drop_at_s: dict[int, float] = {}
         """By when each peer in `departed` is dropped at the latest, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
@@ -148,8 +148,8 @@ class PeerShare:
         self._boards.append(board)
 
     def start(self, weights: bytes) -> None:
-        """Shows this unit to others, and begins to follow them. If that fails, the unit shares nothing, and the log
-        says why. Only the first call has an effect.
+        """Shows this unit to other units, and begins to follow those units. If that fails, the unit shares nothing, and
+        the log says why. Only the first call has an effect.
 
         Args:
             weights: 32-byte digest of the whole content of the weights; empty if the fingerprint covers it.
@@ -210,8 +210,8 @@ class PeerShare:
             self._distant.start(card, self._boards[-1], [Path(folder) for folder in card.disk.folders])
 
     def retire(self) -> None:
-        """Ends sharing for good, because the unit's weights are no longer those on its card. Never waits: another
-        thread does the slow part (see `leaves`).
+        """Ends sharing permanently, because the unit's weights are no longer the weights on its card. Never waits:
+        another thread does the slow part (see `leaves`).
         """
         for board in self._boards:
             board.retire()
@@ -238,7 +238,7 @@ class PeerShare:
             self._distant.close()
 
     def _end(self) -> PeerWatch | None:
-        """Ensures that no more peers join. Returns the watch, which the caller must close. Returns None if this was
+        """Ensures that no more peers join. Returns the watch, which the caller must close. Returns None if `_end` was
         called before.
         """
         with self._lock:
@@ -276,14 +276,15 @@ class PeerShare:
 
     def _drop_departed(self, until_s: float = math.inf) -> None:
         """Drops the ended peers whose pools need not stay readable after `until_s`. Unmapping a pool may take seconds,
-        so this does not hold the lock meanwhile.
+        so this method does not hold the lock meanwhile.
         """
         with self._lock:
             due = [peer for peer, at_s in self._drop_at_s.items() if at_s <= until_s]
         for peer in due:
             assert self.host is not None
             self.host.drop(peer)
-            # Removed only after the drop, because a known peer that is not in `departed` counts as running.
+            # The peer is removed from `departed` only after the drop, because a known peer that is not in `departed`
+            # counts as running.
             with self._lock:
                 self._drop_at_s.pop(peer, None)
                 self._others.pop(peer, None)
@@ -349,9 +350,7 @@ class PeerShare:
             self.refused[whom] = why[:MOST_REASON]
 
     def end_refusal(self, whom: str) -> None:
-        """Forgets why a unit was refused. Call this when this unit shares with that unit after all, or when that unit
-        has ended.
-        """
+        """Forgets why another unit was refused. Call this when the other unit is accepted after all, or has ended."""
         with self._lock:
             self.refused.pop(whom, None)
 
@@ -443,8 +442,8 @@ class PeerShare:
         return peer
 
     def _left(self, unit: str) -> None:
-        """Forgets the pages in an ended peer's host memory: at once, or after a while if `peers.store` is `once`. Its
-        pages on disk stay known, because each page's trailer says whether the page is still there.
+        """Forgets the pages in an ended peer's host memory: at once, or after a while if `peers.store` is `once`. The
+        peer's pages on disk stay known, because each page's trailer says whether the page is still there.
         """
         with self._lock:
             card, host, disk = self._joined.pop(unit)

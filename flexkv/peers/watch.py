@@ -43,10 +43,12 @@ the same number of seconds.
 """
 
 STOP_S = 2.0
-"""How many seconds a close waits for the thread. The thread waits SCAN_S at most, unless a peer's disk blocks it."""
+"""How many seconds `close` waits for the thread. The thread waits SCAN_S at most, unless a peer's disk blocks it."""
 
 MOST_CONNECTIONS = 256
-"""The maximum number of units that may follow this one at a time. Further connections are closed without an answer."""
+"""The maximum number of units that may follow this unit at the same time. Further connections are closed without an
+answer.
+"""
 
 ASK_STATUS = b"peers?"
 """What `flexkv peers` sends to ask for this unit's status, after it has received the card."""
@@ -117,7 +119,8 @@ class PeerWatch:
         self._thread = NamedThread("flexkv-share", self._run)
 
     def start(self) -> None:
-        """
+        """Makes the unit's socket and file in the runtime folder, and starts the thread.
+
         Raises:
             OSError: the socket or the file cannot be made; call `close` then.
         """
@@ -160,7 +163,7 @@ class PeerWatch:
                 if (now_s := time.monotonic()) >= self._scan_at_s:
                     self._scan_at_s = now_s + SCAN_S
                     self._scan(now_s)
-            except Exception:  # sharing ends, and the unit goes on without it
+            except Exception:  # the unit continues without sharing
                 # If this thread was blocked by a peer's disk, `close` has stopped waiting and closed the sockets.
                 if not self._closed:
                     logger.exception("following other units")
@@ -242,7 +245,7 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._read(unit))
 
     def _read(self, unit: str) -> None:
-        """Receives a unit's card and joins the unit, or finds that the unit has ended."""
+        """Receives a unit's card and accepts the unit as a peer, or finds that the unit has ended."""
         asked = self._peers[unit]
         text = b""
         files: list[int] = []

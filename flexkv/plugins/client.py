@@ -93,9 +93,10 @@ class UnitClient:
         return int(self._call("erase_namespace", namespace=name)["pages"])
 
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
-        """Keeps pages of a prompt that are in host memory from being evicted for `seconds`, at most an hour. Pins pages
-        from the prompt's first one on, up to the limit of pinned pages, and returns how many. `unpin`, the end of this
-        connection and a reset of the cache end the pins earlier."""
+        """Pins a prompt's pages in host memory for `seconds`, at most an hour: they are not evicted meanwhile. Begins
+        with the prompt's first page, stops at the limit of pinned pages, and returns how many pages were pinned.
+        `unpin`, the end of this connection and a reset of the cache end the pins earlier.
+        """
         return int(self._call("pin", tokens=list(tokens), salt=salt, seconds=seconds)["pages"])
 
     def unpin(self) -> int:

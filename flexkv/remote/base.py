@@ -98,7 +98,7 @@ class StoreOptions:
 
 
 def masked_url(url: str) -> str:
-    """`url` with masks in place of the parts that may be secret: everything before an @, and after a ? or #."""
+    """Returns `url` with masks in place of the parts that may be secret: everything before an @, and after a ? or #."""
     return re.sub(r"[?#].*", "?***", re.sub(r"//.*@", "//***@", url, flags=re.S), flags=re.S)
 
 

@@ -213,7 +213,8 @@ FromHelper = Ready | Refused | Progress | Done | Answer
 
 
 def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
-    """
+    """Sends a message in one packet.
+
     Raises:
         OSError: the other end is gone, or (as `BlockingIOError`) the buffer of a socket that does not block is full.
         StoreError: the message is too long for a packet.
@@ -246,6 +247,6 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
         return None
     try:
         message: ToHelper | FromHelper = pickle.loads(packet)
-    except Exception as error:  # unpickling such bytes may raise anything
+    except Exception as error:  # unpickling invalid bytes may raise any exception
         raise StoreError(f"a packet that is no message: {type(error).__name__}: {error}") from error
     return message

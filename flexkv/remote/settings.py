@@ -24,7 +24,8 @@ USUAL_STUCK_S = 5.0
 
 
 def store_options(remote: RemoteConfig) -> StoreOptions:
-    """
+    """Makes a store's options from the settings.
+
     Raises:
         ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the settings would require trusting the
             network; the message says what to do.

@@ -61,8 +61,8 @@ def name_wheels() -> tuple[str, ...]:
 
 @cache
 def _first_look() -> CufileLibrary:
-    """Looks for libcufile in this process, then asks the loader. Only the first call searches, because it leaves the
-    library loaded, and a second search would report a library that the loader found as "already loaded".
+    """Looks for libcufile in this process, then asks the loader. Only the first call searches. That search leaves the
+    library loaded, so a second search would report "already loaded" even for a library that the loader found.
     """
     return CufileLibrary(*c_ext.find_cufile())
 

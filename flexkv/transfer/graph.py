@@ -141,9 +141,10 @@ class TransferOp:
         digests: for DISK_SEAL, the digests that the GDS_WRITE ops of all ranks reported, concatenated in the order of
             the ranks; empty for other kinds.
         reads: for H2D, the id of the DISK_READ that fills each page's slot, or 0 if the slot is already filled; empty
-            if all slots are. The read may run on another transfer engine with the same host pool, even in another
-            process, and may have ended already. A page is copied after its read has verified it, and fails if its read
-            fails. A layerwise load copies each layer of a page after a layerwise read has verified that layer.
+            if all slots are already filled. The read may run on another transfer engine with the same host pool, even
+            in another process, and may have ended already. A page is copied after its read has verified it, and fails
+            if its read fails. A layerwise load copies each layer of a page after a layerwise read has verified that
+            layer.
     """
 
     op_id: OpId

@@ -40,8 +40,8 @@ class SlabMap:
 
     Attributes:
         groups: the page layout of each KV group.
-        disks: for each disk, the slab of each KV group; groups that share a slab have equal rows. Empty for a lost
-            disk.
+        disks: for each disk, the slab of each KV group; groups that share a slab have equal rows. The entry of a lost
+            disk is empty.
     """
 
     groups: tuple[SlabGroup, ...]

@@ -70,7 +70,8 @@ def build_unit(
         groups: KV groups of the engine's pool. They share the host pool's slots; a slot can hold a page of any group.
         ranks: the facts of every rank, by rank number.
         slots: number of slots in the host pool; None for as many as the configured host memory holds.
-        listener: receives the keys that become visible in host memory and those that leave it; None for no listener.
+        listener: receives the keys that become visible in host memory, and the keys that are no longer visible there;
+            None for no listener.
         prompt_limit: the longest prompt that the engine accepts; the log warns if a tier cannot hold it. None if the
             engine does not report it.
         alignment_tokens: every hit is a multiple of this many tokens; None if a hit need only end at a block boundary

@@ -55,7 +55,9 @@ class TierCapacity:
         return len(self.groups) == 1 and self.groups[0].rule is Rule.FULL
 
     def words(self, limit: PromptLimit | None) -> str:
-        """The capacity in tokens and bytes, and also in prompts of maximal length if `limit` is not None."""
+        """Returns the capacity in tokens and bytes. If `limit` is not None, adds the capacity in prompts of maximal
+        length.
+        """
         size = format_size(self.blocks * self.block_bytes)
         if len(self.groups) > 1:
             # How many tokens the pages of several groups hold depends on the prompts' lengths and shared prefixes.

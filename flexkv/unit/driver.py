@@ -99,7 +99,7 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # Whatever the error (no more threads, for example), the engine can do without the tier. From now on the
+            # The engine can do without the tier, whatever the error is (for example, no more threads). From now on the
             # tier's pages are misses. Graphs for the other tiers are still submitted.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
@@ -145,7 +145,7 @@ class UnitDriver:
 
         Writes begin only during the first `FLUSH_SHARE` of the time, so that they can finish and become durable in the
         rest. At least `1 - WORK_SHARE` of the time is left for closing first the planes and then the tiers, one after
-        another. Each gets an equal share of the time that is left when its turn comes.
+        another. When a plane or tier is closed, it gets an equal share of the time that is left.
         """
         if self._closed is not None:
             return self._closed
@@ -185,8 +185,8 @@ class UnitDriver:
 
 
 def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) -> list[bool]:
-    """Closes `parts` one after another by `ends_s`. When a part's turn comes, it gets an equal share of the time left.
-    Returns for each part whether it was closed without loss.
+    """Closes `parts` one after another by `ends_s`. Each part gets an equal share of the time that is left when the
+    parts before it are closed. Returns for each part whether it was closed without loss.
 
     Args:
         behind: number of further parts that the caller closes afterwards. Each of these parts gets a share of the time,

@@ -40,7 +40,7 @@ class LiveUnit(EngineUnit):
     Attributes:
         pools: the id of each rank's engine pool at the time when the unit was made.
         driver: submits ops to the tiers behind host memory, and reports their results to the manager.
-        gate: keeps the tiers behind host memory out of use until the engine's weights have a name.
+        gate: keeps the tiers behind host memory out of use until the name of the engine's weights is known.
         plugins: the user's programs that run beside the unit; None if there are none.
     """
 

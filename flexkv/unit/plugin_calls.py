@@ -71,7 +71,7 @@ class Pin:
 
     Attributes:
         name: the name under which the manager keeps the pages.
-        connection: the connection that made the call; the pin ends when it closes.
+        connection: the connection that made the call. The pin ends when the connection closes.
         ends_s: time on the monotonic clock at which the pin ends at the latest.
     """
 

@@ -11,7 +11,9 @@ from flexkv.cache.tiers.contract import Series, TierCounts
 from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})
-"""Labels of the tiers whose pages lie on this machine's disks. The metrics `flexkv_disk_*` add up these tiers."""
+"""Labels of the tiers whose pages lie in folders: those of this unit and those of peers. The metrics `flexkv_disk_*`
+add up these tiers.
+"""
 
 
 STATS = {

@@ -150,7 +150,9 @@ def ranges_of(size: int) -> int:
 
 
 def file_digest(size: int, ranges: Sequence[bytes]) -> str:
-    """The digest of a file as 64 hexadecimal digits, computed from the file's size and the digests of its ranges."""
+    """Returns the digest of a file as 64 hexadecimal digits. It is computed from the file's size and its ranges'
+    digests.
+    """
     digest = hashlib.sha256(b"flexkv weights 1" + size.to_bytes(8, "little"))
     for of_range in ranges:
         digest.update(of_range)

@@ -82,7 +82,7 @@ class Budget:
 
     @classmethod
     def of_files(cls, files: int) -> Budget:
-        """The budget of each of `files` files, which share the limits for all files."""
+        """Returns the budget of one file if `files` files share the limits for all files."""
         return cls(
             max(LEAST_READS, min(MOST_READS, ALL_READS // files)),
             max(LEAST_SMALL_BYTES, min(MOST_SMALL_BYTES, ALL_SMALL_BYTES // files)),
@@ -200,7 +200,8 @@ def _read_header(file: Path, descriptor: int, size: int) -> bytes:
 
 
 def _read(file: Path, descriptor: int, length: int, at: int) -> bytes:
-    """
+    """Reads `length` bytes of a file from byte `at` on.
+
     Raises:
         ConfigError: the file has too few bytes: it was cut after its size had been read.
     """

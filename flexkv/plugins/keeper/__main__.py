@@ -44,7 +44,7 @@ class Keeper:
         ]
 
     def say(self, level: str, name: str, line: str) -> None:
-        """Writes a message for the engine's log. If the pipe is full, the message is lost and counted."""
+        """Writes a message for the engine's log. If the pipe is full, the message is dropped and counted."""
         if self._lost and self._write("W", "keeper", f"{self._lost} lines were lost: the engine reads none"):
             self._lost = 0
         if not self._write(level, name, line):

@@ -124,7 +124,7 @@ class Connection:
                 raise OutOfStep(f"{words[0].decode()} was not answered with OK")
 
     def explain(self, text: str) -> str:
-        """`text` with the server's address before it and secrets masked."""
+        """Returns `text` with the server's address before it and with secrets masked."""
         return f"{self.address}: {UNPRINTABLE.sub('?', self._login.mask(text))}"
 
     def close(self) -> None:

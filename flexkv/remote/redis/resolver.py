@@ -31,7 +31,8 @@ class Resolver:
         self.found: list[Found] = []
 
     def steps(self, until_s: float) -> Steps:
-        """
+        """Finds the addresses of the host.
+
         Raises:
             ConnectionFailed: the name is unknown, or its address was not found by `until_s`.
         """

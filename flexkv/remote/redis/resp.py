@@ -38,7 +38,7 @@ Reply = int | str | Refusal | Bulk | None
 """The meaning of one line: a number, a word, an error, a value that follows, or (None) no value."""
 
 MOST_DIGITS = 18
-"""The most digits of a number in a reply. A longer number is garbage, although Python's integers would accept it."""
+"""The most digits of a number in a reply. A longer number is invalid, although Python's integers would accept it."""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
@@ -68,7 +68,8 @@ def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
 
 
 def parse_line(line: bytes) -> Reply:
-    """
+    """Returns the meaning of one line of a server's reply.
+
     Args:
         line: the line without its end.
 

@@ -35,7 +35,8 @@ class DeadlinePassed(ConnectionFailed):
 
 
 class SocketStream:
-    """One connection that never blocks. Each method that has to wait is a generator, and yields what it waits for.
+    """One connection that never blocks. Each method that has to wait is a generator, and yields the event that it waits
+    for.
 
     The stream continues to send while it waits for replies. If it sent everything first, it would deadlock with a
     server that stops reading until its replies are read.
@@ -70,7 +71,8 @@ class SocketStream:
         self._socket.close()
 
     def connect(self) -> Steps:
-        """
+        """Connects to the server, with TLS if it is configured.
+
         Raises:
             ConnectionFailed: the connection was refused or not made in time, or TLS does not trust the server.
         """

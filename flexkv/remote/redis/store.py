@@ -216,7 +216,7 @@ def _put(reply: Reply) -> Outcome:
 
 def _trusting(ca_file: str) -> ssl.SSLContext:
     """Returns a TLS context that trusts a server if its certificate is for the name in its URL, and is signed by an
-    authority in `ca_file` (if that is empty, by one of the system's).
+    authority in `ca_file`. If `ca_file` is empty, the system's authorities are used.
     """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)

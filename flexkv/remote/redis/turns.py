@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class TurnWait(NamedTuple):
-    """What a step waits for before it continues.
+    """The event that steps wait for before they continue.
 
     Attributes:
         fd: file descriptor of a socket; -1 to wait only for a time.
