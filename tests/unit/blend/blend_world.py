@@ -62,7 +62,8 @@ SCALINGS: dict[str, dict] = {
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options):
     """Makes a model whose projections have weights four times as large as usual, so that each row depends noticeably on
-    the rows before it."""
+    the rows before it.
+    """
     config_class, model_class = FAMILIES[family]
     if family == "mistral":
         options.setdefault("sliding_window", None)
@@ -78,7 +79,9 @@ def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
 
 
 def make_scaled(family: str, scaling: str):
-    """Makes a model of the family, with this scaling of its rope and the family's usual rotated share of each head."""
+    """Makes a model of the family. The model has this scaling of its rope, and the family's usual rotated share of each
+    head.
+    """
     rope = {"rope_theta": 10_000.0, **SCALINGS[scaling]}
     if family in ROTARY_SHARE:
         rope["partial_rotary_factor"] = ROTARY_SHARE[family]

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def model():
-    from tests.unit.blend.blend_world import make_model  # some tests here run without torch
+    from tests.unit.blend.blend_world import make_model  # imported late, because some tests run without torch
 
     return make_model()
 

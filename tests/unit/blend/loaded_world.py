@@ -1,4 +1,4 @@
-"""Segments of random rows that are loaded into a staging pool, and a reference rotation in float64."""
+"""Segments of random rows that tests load into a staging pool, and a reference rotation in float64."""
 
 from __future__ import annotations
 

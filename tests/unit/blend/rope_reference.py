@@ -1,4 +1,4 @@
-"""A second, slow implementation of the rotation in float64, with which tests compare flexkv's."""
+"""A second, slow implementation of the rotation in float64. Tests compare flexkv's rotation with it."""
 
 from __future__ import annotations
 

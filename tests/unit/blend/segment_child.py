@@ -1,7 +1,7 @@
 """A program with a segment cache on disk: `python -m tests.unit.blend.segment_child FOLDER LIFE`.
 
-LIFE says what the process does. "close" stores three segments and closes the cache. "kill" stores them, waits until
-they are durable, and kills the process. "answer" runs a prompt that consists of them, and prints the result as JSON.
+LIFE is one of three actions. "close" stores three segments and closes the cache. "kill" stores them, waits until they
+are durable, and kills the process. "answer" runs a prompt that consists of them, and prints the result as JSON.
 """
 
 from __future__ import annotations

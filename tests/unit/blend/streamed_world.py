@@ -1,4 +1,6 @@
-"""Segments on disk whose layers are read in ranges. A test can make single reads hang, or damage what they read."""
+"""Segments on disk whose layers are read in ranges. A test can make single reads hang, or damage the bytes that they
+read.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,9 @@ def flip(folder: Path, page: int, layer: int) -> None:
 def with_hanging(
     patch: pytest.MonkeyPatch, page: int, layer: int, make: Callable[[], SegmentCache]
 ) -> tuple[SegmentCache, testing_ext.IoFaults]:
-    """Makes a cache with a disk on which one read hangs: that of layer `layer` in the page at offset `page` of the
-    slab. Returns the cache, and the faults, whose `release` ends the hang."""
+    """Makes a cache with a disk on which one read hangs: the read of layer `layer` in the page at offset `page` of the
+    slab. Returns the cache, and the faults, whose `release` ends the hang.
+    """
     rule = testing_ext.IoFaultRule(HANG, write=False, offset=page + layer * SECTOR)
     faults = testing_ext.IoFaults([rule])
     with patch.context() as patched:

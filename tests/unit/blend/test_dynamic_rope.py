@@ -1,5 +1,5 @@
-"""Models with a dynamic rope, which rescales its frequencies for a long prompt and keeps them after it. Cached keys
-never use rescaled frequencies.
+"""A dynamic rope rescales its frequencies for a long prompt and keeps them after it. Cached keys never use rescaled
+frequencies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_a_long_prompt_leaves_no_grown_frequencies_in_cached_keys(
     cache = make_cache(model, slots=160, staging_tokens=1024)
     segment, too_long = random_segments([length, 600])
     _, wanted = full(model, [segment])
-    # The control: in a long prompt the segment's keys are different.
+    # The control: if the segment is part of a long prompt, its keys are different.
     _, long_kv = full(model, [segment, too_long])
     assert relative(long_kv.layers[0].keys[:, :, :length], wanted.layers[0].keys) > 0.01
     assert precompute(model, [too_long], cache) == 0

@@ -1,5 +1,5 @@
-"""Blending with every registered model family and every scaling, at ratios 0 and 1, and the conditions under which it
-is off for a family.
+"""Tests blending with every registered model family and every scaling, at ratios 0 and 1, and the conditions under
+which blending is off for a family.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_ratio_1_is_a_full_recompute_wherever_segments_stood(family: str, scalin
     # A key of the first layer depends only on its token and position, so the rotated cached keys are right.
     turned = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     assert relative(turned.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
-    # The control: in later layers, rows depend on the text before them, so the cached ones are far from right.
+    # The control: in later layers, rows depend on the text before them, so the cached rows are far from right.
     assert relative(turned.logits, wanted_logits) > 0.02
     assert worst_layer(turned.kv, wanted) > 0.05
     if scaling == "dynamic":
@@ -83,7 +83,7 @@ def test_ratio_0_at_unchanged_positions_is_prefix_reuse(family: str, scaling: st
     assert worst_layer(kv, wanted_kv) < ROUNDING
     for layer, keys in zip(kv.layers, had, strict=True):
         assert torch.equal(layer.keys[:, :, :37], keys)
-    # The control: with the cached text one token earlier in the prompt, its rotated keys are very different.
+    # The control: if the cached text begins one token later in the prompt, its rotated keys are very different.
     elsewhere = prefill(model, [[5], text, question], cache, BlendPlan.of_ratio(0.0))
     assert relative(elsewhere.kv.layers[0].keys[:, :, 1:38], had[0]) > 0.1
     cache.close()

@@ -1,4 +1,6 @@
-"""Blended prompts of real transformers models, compared with what transformers computes for the same prompts."""
+"""Compares blended prompts of real transformers models with the results that transformers computes for the same
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,9 @@ def test_the_error_falls_as_the_ratio_grows(model, cache) -> None:
 
 
 def test_what_differs_most_is_computed(model, cache) -> None:
-    """A check layer selects the rows to compute: those whose cached keys differ most from the true keys of that
-    layer."""
+    """The rows whose cached keys differ most are computed. A check layer compares the cached keys with the true keys of
+    that layer.
+    """
     prompt = moved(model, cache)
     _, untouched, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     _, wanted = full(model, prompt)
@@ -74,7 +77,9 @@ def test_what_differs_most_is_computed(model, cache) -> None:
 
 
 def test_rows_before_the_check_layer_are_right(model, cache) -> None:
-    """The prompt has gaps between cached segments: separators, and a segment that is not cached."""
+    """Rows up to the check layer are right. The prompt has gaps between cached segments: separators, and a segment that
+    is not cached.
+    """
     segments = random_segments(LENGTHS)
     precompute(model, segments[:2], cache)
     separator = Segment(np.array([3, 5]), reusable=False)
@@ -145,8 +150,7 @@ def test_no_row_attends_to_a_later_position() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_poison_in_the_future_reaches_nobody_before(model, cache, ratio: float) -> None:
-    """The cached pages of a late segment are overwritten with wrong numbers. Rows before the segment must stay the
-    same, bit for bit."""
+    """Wrong numbers in the cached pages of a late segment do not change any row before the segment, bit for bit."""
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]
@@ -173,8 +177,8 @@ def _rotation(model):
 
 
 def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a causal kernel's usual mask aligns the last row with the last key. With that mask, rows in the
-    middle of the prompt would attend to later positions, and these tests would notice.
+    """The control: with the usual mask of a causal kernel, rows in the middle of the prompt attend to later positions,
+    and these tests notice it. That mask aligns the last row with the last key.
     """
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
@@ -220,7 +224,7 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     wanted = prefill(model, prompt, other, BlendPlan.of_ratio(0.0))
     assert relative(found.logits, wanted.logits) < ROUNDING
     other.close()
-    # A segment that was forgotten can be stored again.
+    # A forgotten segment can be stored again.
     assert precompute(model, segments[:1], cache) == 20
     assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.lost == ()
 

@@ -69,8 +69,9 @@ def test_dynamic_frequencies_beyond_the_models_length() -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
-    """transformers embeds a key at the old position. Rotated by flexkv, it equals transformers' embedding at the new
-    position, also for ropes with an mscale factor."""
+    """If flexkv rotates a key that transformers embedded at an old position, the result equals transformers' embedding
+    at the new position. This also holds for ropes with an mscale factor.
+    """
     module = embedding(case)
     random = np.random.default_rng(0)
     old, new = random.integers(0, 2000, 64), random.integers(0, 2000, 64)
@@ -84,7 +85,7 @@ def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
     places = RowPlaces(np.arange(64, dtype=np.int64) * HEAD_DIM * 4, 64 * HEAD_DIM * 4)
     keys = at(old)
     rotation.apply(keys, places, keys, places, rotation.table(old, new))
-    # transformers' angles are float32 products of up to 2,000, which alone have an error of 6e-5.
+    # The angles in transformers are float32 products of up to 2,000. Their rounding alone causes an error of 6e-5.
     assert relative_error(keys.numpy(), at(new).numpy()) < 2e-4
     assert relative_error(at(old).numpy(), at(new).numpy()) > 0.1
 

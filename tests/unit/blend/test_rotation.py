@@ -1,5 +1,5 @@
-"""Keys are rotated by the right angle, for every dtype, pairing and alignment. The CPU's code and the GPU's give the
-same bits.
+"""Keys are rotated by the right angle, for every dtype, pairing and alignment. The CPU's code and the GPU's code give
+the same bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def dense(rotation: KeyRotation, rows: int) -> RowPlaces:
 
 @contextmanager
 def rotated(lane_by_lane: bool) -> Iterator[None]:
-    """With `lane_by_lane`, rotations within the block use the GPU's function, compiled for the CPU. Otherwise they run
-    as usual."""
+    """In the `with` block, rotations run as usual or, with `lane_by_lane`, with the GPU's function compiled for the
+    CPU.
+    """
 
     def by_lanes(*tensors: object, stream: int, **geometry: Any) -> None:
         assert stream == 0
@@ -84,7 +85,9 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
 @pytest.mark.parametrize("pairing", ["neox", "gptj"])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None:
-    """Covers random alignments of rows and heads in the target, and rows that are zeroed, copied or rotated."""
+    """The GPU's function gives the same bits as the CPU's code. Covers random alignments of rows and heads in the
+    target, and rows that are zeroed, copied or rotated.
+    """
     random = np.random.default_rng(5)
     for round_number in range(40):
         head_dim = int(random.integers(1, 40)) * 2
@@ -95,7 +98,8 @@ def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None
         rotation = KeyRotation(spec_of(pairing, head_dim, rotary_dim), heads, dtype)
         element, head_bytes = rotation.element_bytes, rotation.row_bytes // heads
         keys = encode(random.standard_normal((rows, heads, head_dim)), dtype)
-        # The heads of a token are apart, as in a cache of shape [heads, tokens, head_dim]. Tokens are in random order.
+        # The heads of a token are not adjacent, as in a cache of shape [heads, tokens, head_dim]. Tokens are in random
+        # order.
         room = 2 * rows
         slots = random.permutation(room)[:rows].astype(np.int64)
         head_stride = room * head_bytes + element * int(random.integers(0, 3))
@@ -145,8 +149,9 @@ def test_two_rotations_equal_one() -> None:
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize(("rotary_dim", "lead"), [(64, 0), (48, 0), (20, 0), (64, 1), (64, 4)])
 def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: int, lead: int) -> None:
-    """Large batches are written past the CPU's caches if the target's alignment allows it. The bits must be the
-    same."""
+    """A rotation gives the same bits in place, to another buffer, and past the CPU's caches. Large batches bypass the
+    caches if the target's alignment allows it.
+    """
     rotation = KeyRotation(spec_of(pairing, 64, rotary_dim), 4, dtype)
     keys = encode(np.random.default_rng(0).standard_normal((rows, 4, 64)), dtype)
     old, new = positions(rows, 500, 1), positions(rows, 500, 2)
@@ -175,7 +180,7 @@ def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim:
     keys = words.view(np.uint32 if dtype == "float32" else np.uint16)[..., 0]
     keys[1::3] &= {"float32": 0x807FFFFF, "bfloat16": 0x807F, "float16": 0x83FF}[dtype]  # subnormal
     keys = keys.view({"float32": np.float32, "float16": np.float16}.get(dtype, np.uint16))
-    # If these NaNs were rounded up, the carry would turn them into minus zero.
+    # All bits of these NaNs are set. If they were rounded like numbers, a carry could turn them into numbers.
     keys.view(np.uint8)[::3, 0] = 0xFF
     old, new = positions(400, 500, 1), positions(400, 500, 2)
     with np.errstate(invalid="ignore", over="ignore"):

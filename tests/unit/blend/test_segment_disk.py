@@ -1,4 +1,6 @@
-"""Segments on disk: a later process uses them, they may exceed host memory, and damaged ones are misses."""
+"""Segments on disk are used by later processes, may take more space than host memory has, and are misses if they are
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_what_host_memory_has_lost_comes_from_disk(
     segments = random_segments([20, 33, 17, 24, 9])
     precompute(model, segments[:4], cache)
     wanted = prefill(model, segments, cache, RATIO_0)
-    # The four segments have 14 pages; host memory has slots for 8.
+    # The four segments have 14 pages. Host memory has slots for 8 of them.
     small = open_cache(slots=8)
     for segment in segments[:4]:
         assert precompute(model, [segment], small) == len(segment)
@@ -113,7 +115,7 @@ def test_what_host_memory_has_lost_comes_from_disk(
     found = prefill(model, two, small, RATIO_0)
     assert found.report.reused == 28
     assert torch.equal(found.logits, prefill(model, two, cache, RATIO_0).logits)
-    # If a prompt has more pages than host memory has slots, the tokens of the pages that do not fit are computed.
+    # If a prompt has more pages than host memory has slots, the model computes the tokens of the pages that do not fit.
     found = prefill(model, segments, small, RATIO_0)
     assert 0 < found.report.reused < wanted.report.reused
     assert found.report.lost == ()
@@ -150,7 +152,8 @@ def test_whole_blocks_are_read_layer_by_layer_and_promised_before(
     monkeypatch.setattr(plane, "submit", noting)
     assert prefill(model, moved(segments), cache, RATIO_0).report.reused == 69
     reads = [op for graph in graphs for op in graph.ops if op.kind is OpKind.DISK_READ]
-    # The partial tails of 4 tokens and 1 token are read first and as complete pages. Blocks are read layer by layer.
+    # The partial tails of 4 tokens and of 1 token are read first, as complete pages. The full blocks are read layer by
+    # layer.
     assert [(op.pages, op.layerwise) for op in reads] == [
         (1, False),
         (1, False),
@@ -185,7 +188,7 @@ def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
 
 
 class Damage:
-    """Methods that damage the slot image at `place` in a slab. `other` is the place of another page's image."""
+    """Methods that damage the slot image at `place` in a slab. `other` is the disk slot of another page's image."""
 
     def __init__(self, slab: Path, place: int, other: int) -> None:
         header = read_header(str(slab))
@@ -236,7 +239,8 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     assert "read" in lost
     assert found.report.reused == 36
     assert relative(found.logits, wanted.logits) < ROUNDING
-    # The two blocks before the damaged one are still found. After a recomputation, the next cache finds all blocks.
+    # The two blocks before the damaged one are still found. After the segment has been computed again, the next cache
+    # finds all blocks.
     assert cache.cached_tokens(segments[1]) == 16
     assert precompute(model, segments[1:2], cache) == 33
     cache = open_cache()
@@ -248,8 +252,9 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The control: wrong numbers are stored for a segment, together with digests that match them. They are loaded, and
-    change the answer."""
+    """The control: without valid digests, wrong bytes would be loaded. Wrong numbers are stored for a segment, together
+    with digests that match them, so they are loaded and change the answer.
+    """
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)
@@ -306,8 +311,9 @@ def test_a_slab_that_was_cut_off_costs_its_pages(
 def test_segments_and_prefixes_share_an_index_and_a_folder(
     model, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The same tokens are stored as a segment and as a prefix. After a restart, neither kind of key finds pages of the
-    other kind."""
+    """Segments and prefixes can share an index and a folder. The same tokens are stored as a segment and as a prefix.
+    After a restart, neither kind of key finds pages of the other kind.
+    """
     text = random_segments([32])[0]
     cache = open_cache()
     fields = {"weights": "random", SHAPE: str(cache.shape)}

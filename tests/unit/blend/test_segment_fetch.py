@@ -1,5 +1,6 @@
-"""Fetches, which read segments from disk without making the caller wait: which segments arrive, and why others do
-not."""
+"""A fetch reads segments from disk without making the caller wait. Shows which segments arrive, and why others do
+not.
+"""
 
 from __future__ import annotations
 
@@ -186,8 +187,9 @@ def with_hanging_reads(
 def test_pages_of_a_disk_that_hangs_are_late(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that do not arrive within `wait_s` count as late. The test stores the first segment again before the fetch,
-    so that segment may be loaded from host memory."""
+    """Pages that a hanging disk does not deliver within `wait_s` count as late. The test stores the first segment again
+    before the fetch, so that segment may be loaded from host memory.
+    """
     store_all(opened())
     cache, faults = with_hanging_reads(opened, monkeypatch, wait_s=0.2)
     store_all(cache, SEGMENTS[:1])
@@ -219,7 +221,9 @@ def flip(folder: Path) -> None:
 def test_damaged_pages_are_not_loaded(
     opened: Callable[..., SegmentCache], tmp_path: Path, damaged: bool
 ) -> None:
-    """The control is a folder without damage, from which all segments are loaded."""
+    """Pages whose slots on disk are damaged are not loaded. The control is a folder without damage, from which all
+    segments are loaded.
+    """
     store_all(opened())
     cache = opened()
     if damaged:
@@ -251,7 +255,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
     fetch.give_up()
     fetch.give_up()
     faults.release()
-    # The reads of the fetch that was given up continue, and the next fetch uses their pages.
+    # The reads of the abandoned fetch continue, and the next fetch uses their pages.
     load = fetched(cache.begin_fetch(SEGMENTS))
     assert tokens_of(load) == {0: 20, 1: 11, 2: 3}
     load.abandon()
@@ -260,8 +264,9 @@ def test_a_fetch_that_is_given_up_holds_nothing(
 def test_a_prompt_that_host_memory_does_not_hold_does_not_wait_for_room(
     opened: Callable[..., SegmentCache],
 ) -> None:
-    """The request's first segments occupy all slots of host memory. Waiting for slots would be in vain, because they
-    are freed only after the load."""
+    """If a prompt's segments do not fit in host memory, its fetch does not wait for slots. The request's first segments
+    occupy all slots, and these are freed only after the load.
+    """
     store_all(opened())
     cache = opened(slots=6)
     begun_s = time.monotonic()
@@ -283,7 +288,7 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
     first = cache.begin_fetch(SEGMENTS[:1])
 
     def has_come() -> bool:
-        # This only looks the segment up: a load would free the slots that `first` must hold.
+        # This call only looks the segment up. A load would free the slots that `first` must hold.
         (asked,) = first._asked
         return first._lookup.fetch(asked) is Outcome.HIT
 
@@ -306,10 +311,11 @@ def test_a_prompt_waits_for_room_that_another_one_holds(
 def test_pages_count_only_under_the_name_of_their_weights(
     opened: Callable[..., SegmentCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The namespace depends only on samples of the weights' files, which do not show every change. So pages count only
-    if the name of the complete weights matches too."""
+    """Pages are used only if the name of the complete weights matches. The namespace depends only on samples of the
+    weights' files, which do not show every change.
+    """
     # The check does not accept a file that was changed after the process started, because the engine may have loaded
-    # the old one. So the process must seem to start later.
+    # the old file. So the process must seem to start later.
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + 10**12)
     file = tmp_path / "model" / "model.safetensors"
     file.parent.mkdir()

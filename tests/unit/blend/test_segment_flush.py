@@ -86,7 +86,7 @@ def settle(cache: SegmentCache) -> None:
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
-    """Makes the first `times` writes fail with EIO, on each disk that is opened from now on."""
+    """Makes the first `times` writes fail with EIO, on each disk that is opened after this call."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(0, write=True, times=times)])
     patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
 
@@ -143,8 +143,9 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
 def test_a_flush_waits_for_room_in_the_journal(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the journal is full when pages have been written, their records wait. A flush waits until they are durable
-    too."""
+    """If the journal is full when pages have been written, the pages' records wait. A flush waits until these records
+    are durable too.
+    """
     first, second = texts(2)
     open_unit = StripedSlabs.open
 
@@ -289,7 +290,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     random = np.random.default_rng(5)
-    # Two segments have complete blocks and a partial tail, one has only complete blocks.
+    # Two of the segments have complete blocks and a partial tail. The third has only complete blocks.
     found = [random.integers(0, 1000, 20), random.integers(0, 1000, 12), *texts(1)]
     cache = opened()
     for text in found:
@@ -359,7 +360,7 @@ def test_control_a_load_past_its_deadline_keeps_a_flush_from_success(
 
 
 def hang_journals(patch: pytest.MonkeyPatch) -> None:
-    """From now on, the disks' journals accept records and never write them."""
+    """Makes the disks' journals accept records but never write them."""
     patch.setattr(Journal, "put", lambda journal, record: True)
 
 

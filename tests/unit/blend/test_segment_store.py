@@ -1,4 +1,4 @@
-"""Stores of segments that begin in one step of an engine and finish in a later one, without making the engine wait."""
+"""A store of a segment begins in one step of an engine and finishes in a later one, without making the engine wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def wait_for(store: SegmentStore) -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_a_segment_is_found_once_its_store_has_ended(cache: SegmentCache, tokens: np.ndarray) -> None:
-    """Covers segments of only complete blocks, and segments with a partial tail."""
+    """A segment is found when its store has ended. Covers segments of only complete blocks, and segments with a partial
+    tail.
+    """
     free = sorted(cache.staging.free)
     wait_for(begin(cache, tokens))
     assert cache.cached_tokens(tokens) == len(tokens)
@@ -161,7 +163,8 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 ) -> None:
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
-        # No op is reported as finished, so `long` is not. `sharing` waits for it, except in the control.
+        # No op is reported as finished, so the store `long` does not end. The store `sharing` waits for `long`, except
+        # in the control.
         slow.setattr(cache.engine, "poll", list)
         if not waits:
             slow.setattr(cache.manager, "known", lambda group, keys: np.zeros(len(keys), np.bool_))
@@ -177,7 +180,9 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 def test_a_caller_that_waits_keeps_such_a_tail_too(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wait must also end if nobody advances the other store meanwhile."""
+    """A caller that waits for the store of a segment with a partial tail also keeps the tail, if another store is
+    moving the segment's full blocks. The wait ends even if no other caller advances that store.
+    """
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         long = begin(cache, LONG)

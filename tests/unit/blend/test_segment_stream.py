@@ -1,5 +1,5 @@
-"""Segments that are promised while they are still being read from disk. Each range of layers can be used as soon as it
-has arrived; if a range is damaged or missing, its segment is lost.
+"""Segments are promised while they are still being read from disk. Each range of layers can be used as soon as it has
+arrived. If a range is damaged or missing, its segment is lost.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def begun_in_reads(
     patch: pytest.MonkeyPatch, make: Callable[..., SegmentCache], page: int
 ) -> tuple[SegmentCache, SegmentLoad]:
     """Begins a load of both segments while the read of the page at offset `page` is in flight. The read hangs until the
-    load has begun, so this holds however fast the disk is."""
+    load has begun, so this holds on any disk, however fast it is.
+    """
     cache, faults = with_hanging(patch, page, LAST, make)
     load = begun(cache)
     faults.release()
@@ -142,7 +143,7 @@ def test_a_flipped_bit_in_any_range_loses_its_segment_and_no_other(
         try:
             found = rows_of(cache, load, second, good)
         except LostRows:
-            continue  # the damage has already been found
+            continue  # the cache has already found the damage
         assert np.array_equal(found, stored(second, good))
     (lost,) = load.drop_lost(wait=True)
     assert (lost.hit, lost.why) == (second, PageLoss.SEGMENT_UNREADABLE)

@@ -1,4 +1,4 @@
-"""Prompts are split into segments, the keys of segments do not depend on positions, and the right rows are chosen to be
+"""Prompts are split into segments. The keys of segments do not depend on positions. The right rows are chosen to be
 computed.
 """
 
@@ -92,7 +92,7 @@ def test_keys_depend_on_the_segment_alone() -> None:
 
 
 def test_segments_and_prefixes_live_in_one_index() -> None:
-    """The same tokens have different keys as a segment and as a prefix, so neither finds the other's pages."""
+    """A segment and a prefix with the same tokens have different keys, so neither finds the other's pages."""
     fields = {"model": "m", SHAPE_FIELD: str(SHAPE)}
     text = np.arange(16)
     chain = TokenChain(4)

@@ -1,4 +1,6 @@
-"""An engine gets the rows of loaded segments rotated, layer by layer. The rows are held until the load is closed."""
+"""An engine gets the rows of loaded segments rotated, layer by layer. The rows stay available until the load is
+closed.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,9 @@ def test_control_another_layers_rows_are_wrong(cache: SegmentCache, host: RowDev
 
 
 def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: SegmentCache) -> None:
-    """After `leave`, a layer's buffer is reused for a later layer, so a caller that still reads it finds the later
-    layer's rows."""
+    """The control: after `leave`, a layer's buffer is reused for a later layer, so a caller that still reads the buffer
+    finds the later layer's rows.
+    """
     device = HostDevice(one_thread=True)
     store_all(cache)
     with closing(load_all(cache)) as load:
@@ -201,7 +204,7 @@ def test_memory_is_that_of_two_layers(cache: SegmentCache) -> None:
         (SHAPE.heads, SHAPE.head_dim),
         280,
     )  # positions 40 to 319, including the gap between the two ranges
-    # The first buffer was for the check of the tables, and is free again. The other two are for one layer each.
+    # The first buffer was for the check of the tables, and is free again. The other two hold one layer each.
     assert [buffer.shape for buffer in device.buffers] == [(count, *row), (2, count, *row), (2, count, *row)]
 
 

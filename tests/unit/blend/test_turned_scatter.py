@@ -1,5 +1,5 @@
-"""The layerwise pipeline rotates and scatters rows in one pass. The bits are the same as in two passes, in whatever
-order copies and layers are finished.
+"""The layerwise pipeline rotates and scatters rows in one pass. The resulting bits are the same as with two passes, in
+whatever order copies and layers are finished.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Random loads whose keys are rotated to other positions, and a reference that computes their result in separate
-steps."""
+"""Random loads whose keys are rotated to other positions, and a reference that computes the results of these loads in
+separate steps.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +81,8 @@ class TurnedWorld:
         )
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[Any]]:
-        """Returns what `memory` should be after the load, computed in separate steps: load, rotate, zero, scatter.
-        `failed_from` gives, for lost chunks, the first layer in which they are lost.
+        """Returns the expected content of `memory` after the load, computed in separate steps: load, rotate, zero,
+        scatter. `failed_from` gives, for lost chunks, the first layer in which they are lost.
         """
         rotation, positions = self.rotation, self.chunks.positions()
         count, head_bytes = self.chunks.rows, self.rotation.row_bytes // self.rotation.heads

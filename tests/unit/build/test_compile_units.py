@@ -1,5 +1,5 @@
-"""Several source files are compiled together as one unit: a few bindings in users' builds, and a dozen files in builds
-with a sanitizer.
+"""Several source files are compiled together as one unit. In users' builds these are a few bindings, and in builds with
+a sanitizer a dozen files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def sources_of(ninja: NinjaFile) -> dict[str, tuple[Path, ...]]:
 
 
 def macros_left(text: str) -> set[str]:
-    """Returns the macros that are still defined after `text`, except those that it defines only if they are missing."""
+    """Returns the macros that are still defined after `text`. Omits macros that the text defines only if they are
+    missing.
+    """
     defined = set(re.findall(r"^ *# *define +(\w+)", text, re.MULTILINE))
     ended = set(re.findall(r"^ *# *undef +(\w+)", text, re.MULTILINE))
     return defined - ended - set(re.findall(r"^ *# *ifndef +(\w+)", text, re.MULTILINE))
@@ -84,7 +86,8 @@ def test_what_users_run_has_one_object_for_each_file_and_for_a_few_bindings(
         for unit in ninja.units.values():
             assert 1 < len(unit.sources) <= BINDINGS_TOGETHER
             assert {source.parent.name for source in unit.sources} == {"bindings"}
-            # Readers convert lists of tokens and keys in the hot path. They are compiled alone, with optimisation.
+            # The files with names `*_reader` convert lists of tokens and keys in the hot path. They are compiled alone,
+            # with optimisation.
             assert not any(source.stem.endswith("_reader") for source in unit.sources)
         times = Counter(source for sources in sources_of(ninja).values() for source in sources)
         assert set(times.values()) == {1}

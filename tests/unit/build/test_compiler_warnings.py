@@ -1,5 +1,6 @@
-"""On request, compiler warnings are errors. Switching this on or off recompiles no file that compiled without
-warnings."""
+"""On request, compiler warnings are errors. Turning this option on or off recompiles no file that compiled without
+warnings.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,9 @@ def test_no_command_of_the_native_core_depends_on_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kernel_that_spills_is_a_warning() -> None:
-    """tests/unit/cuda/ shows that nvcc warns about such a kernel with these flags."""
+    """If a CUDA kernel spills registers, the build warns. The tests in tests/unit/cuda/ show that nvcc warns about such
+    a kernel with these flags.
+    """
     ninja = NinjaFile(Variant(CudaToolkit("nvcc", "/nowhere", (13, 0)), ""))
     (flags,) = (line for line in ninja.lines if line.startswith("nvccflags = "))
     assert KERNEL_FLAGS in flags

@@ -120,7 +120,7 @@ def test_every_folder_of_tests_has_a_row() -> None:
 
 
 def test_the_quick_files_exist() -> None:
-    """The quick files are the test files that `make check` runs."""
+    """The test files that `make check` runs, which QUICK in the Makefile lists, exist."""
     text = (ROOT / "Makefile").read_text()
     quick = text.partition("\nQUICK = ")[2].partition("\ncheck:")[0].replace("\\\n", " ")
     names = [*re.findall(r"\s((?:config|build)/\S+\.py)", quick), "layout", "observe"]

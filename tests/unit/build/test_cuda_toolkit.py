@@ -1,4 +1,4 @@
-"""The environment selects the variant of the build, with CUDA or without."""
+"""The environment selects the variant of the build: with CUDA or without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static checks of the files in deploy/. No test starts a service with systemd, or a container."""
+"""Checks the files in deploy/ statically. No test starts a service with systemd, or a container."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_units_are_whole(path: Path) -> None:
 def test_systemd_takes_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze on PATH: the unit files are parsed, not verified")
-    # systemd-analyze checks that the program exists, but the server is not installed here, so the copy runs /bin/true.
+    # systemd-analyze checks that the program exists. The server is not installed on this machine, so the copy runs
+    # /bin/true.
     copy = tmp_path / path.name
     copy.write_text(re.sub(r"ExecStart=\S+", "ExecStart=/bin/true", path.read_text()))
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
@@ -134,7 +135,7 @@ def test_no_secret_is_written_down() -> None:
 
 
 def test_the_page_starts_what_the_files_start() -> None:
-    """The commands that the page shows have the same flags as those in the files."""
+    """The commands that the page shows have the same flags as the commands in the files of deploy/."""
     for program, file in (("mooncake_master", "mooncake-master"), ("mooncake_client", "mooncake-owner")):
         flags = {word.partition("=")[0] for word in commands()[f"{file}.service"][1:]}
         shown = re.search(rf"^{program} (.*?)(?<!\\)$", PAGE, re.M | re.S)

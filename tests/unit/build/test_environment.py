@@ -100,8 +100,8 @@ def fake_pip(folder: Path, program: str) -> Path:
 
 
 def test_cudas_headers_and_compiler_go_where_no_python_looks(tmp_path: Path) -> None:
-    """CUDA's headers and compiler are installed in a separate folder, because the engine needs other versions of the
-    same packages.
+    """CUDA's headers and compiler are installed in a separate folder, where Python does not look for packages, because
+    the engine needs other versions of the same packages.
     """
     (step,) = (step for step in steps("vllm", True) if step.name == "cuda-toolkit")
     python = fake_pip(tmp_path, 'echo "$@" >"$0.said"; exit 0')

@@ -32,7 +32,7 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def has_hook(path: str, source: str) -> bool:
-    """Whether the source of a product file contains a name for injected faults."""
+    """Returns whether the source of a product file contains a name for injected faults."""
     if path.endswith(".py"):
         return any(PYTHON.match(used) for used in names_in(source))
     code = re.sub(r"//[^\n]*", "", source)

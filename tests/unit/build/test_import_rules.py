@@ -1,4 +1,4 @@
-"""Packages import each other only in the allowed directions, and only its adapter imports an engine."""
+"""Packages import each other only in the allowed directions. An engine is imported only by its adapter."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def imported_modules(source: str) -> Iterator[str]:
 def violations(
     package: str, source: str, adapter: str = "", baselines: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Returns the modules that a file imports although its package, or the adapter it belongs to, may not."""
+    """Returns the imported modules of a file that its package, or the adapter to which it belongs, may not import."""
     found = []
     for module in imported_modules(source):
         parts = module.split(".")
@@ -157,7 +157,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def imports_upwards(room: str, source: str) -> list[str]:
-    """Returns the modules that a file in the control plane's layer `room` imports from higher layers."""
+    """Returns the modules of higher layers that a file in the control plane's layer `room` imports."""
     below = CONTROL_PLANE[: CONTROL_PLANE.index(room) + 1]
     rooms = {module: module.split(".")[2] for module in imported_modules(source) if module.startswith(OWN)}
     return [module for module, other in rooms.items() if other not in below]
@@ -176,7 +176,9 @@ def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    """Imports that only type checkers execute count too, because a reader of the code has to follow them."""
+    """No module imports itself through other modules. Imports that only type checkers execute count too, because a
+    reader of the code must follow them.
+    """
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "flexkv").rglob("*.py")
@@ -270,8 +272,8 @@ def package_sources() -> dict[str, str]:
 
 @cache
 def named_modules(source: str) -> tuple[str, ...]:
-    """Returns the modules that a file imports, and those whose names it contains as strings, in order to import them on
-    first use or to run them as a process.
+    """Returns the modules that a file uses: those that it imports, and those whose names it contains as strings. Such a
+    name is imported on first use, or run as a process.
     """
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     programs = [name for name in strings if isinstance(name, str) and re.fullmatch(r"flexkv(\.\w+)+", name)]
@@ -307,7 +309,7 @@ def within(module: str, folders: list[str]) -> bool:
 
 
 def test_architecture_names_what_does_not_serve() -> None:
-    """The folders and files that the page lists contain exactly the modules that no engine imports."""
+    """The folders and files that docs/architecture.md lists contain exactly the modules that no engine imports."""
     sources = package_sources()
     reached = reached_modules(sources, NAMED_BY_ENGINES)
     assert set(NAMED_BY_ENGINES) <= reached

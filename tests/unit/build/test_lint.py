@@ -47,7 +47,7 @@ def test_the_oldest_python_is_what_is_checked_for() -> None:
         ("ruff", "flaw.py", "import os\n"),
         ("format", "flaw.py", "x = {  'a':1 }\n"),
         ("types", "flaw.py", "def f(x: int) -> str:\n    return x\n"),
-        # The oldest supported Python does not have these modules and names.
+        # These samples use modules and names that the oldest supported Python does not have.
         ("types", "flaw.py", "import tomllib\n"),
         ("types", "flaw.py", "from enum import StrEnum\n"),
         ("types", "flaw.py", "from typing import Self\n"),

@@ -50,7 +50,8 @@ def no_core(package: Path) -> None:
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """Makes a copy of the package with its native core. The files are symbolic links, except the stub, which a test can
-    change."""
+    change.
+    """
     folder = tmp_path / "flexkv"
     folder.mkdir()
     for entry in [*STUB.parent.iterdir(), Path(c_ext.__file__)]:
@@ -73,7 +74,8 @@ def test_a_core_of_another_source_is_refused(
     package: Path, change: Callable[[Path], None], said: str
 ) -> None:
     change(package)
-    # -S leaves out the module `site`. With `site`, an editable install would import the working tree's core instead.
+    # -S makes Python skip the module `site`. With `site`, an editable install would import the working tree's core
+    # instead.
     command = [sys.executable, "-S", "-c", PROGRAM]
     environ = {"PYTHONPATH": str(package.parent)}
     done = subprocess.run(

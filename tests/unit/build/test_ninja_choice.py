@@ -1,5 +1,5 @@
-"""The build always uses the same ninja. Versions of ninja hash commands differently, so each would recompile what
-another one has compiled.
+"""The build always uses the same ninja. Different versions of ninja hash commands differently, so each version would
+recompile everything that another version has compiled.
 """
 
 from __future__ import annotations

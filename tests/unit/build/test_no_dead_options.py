@@ -1,4 +1,4 @@
-"""Some code reads every setting, and some code records every metric."""
+"""Every setting is read by some code, and every metric is recorded by some code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.config.model import setting_fields
 from flexkv.observe import METRICS, PageLoss
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flexkv"
-# Code in these files of the config package counts as reading a setting, because it derives values from several
+# These files of the config package derive values from several settings. So their code counts as code that reads
 # settings.
 RESOLVERS = ("config/memory.py", "config/sections.py")
 
@@ -27,8 +27,8 @@ CODE = text_outside("config", *RESOLVERS)
 @pytest.mark.parametrize("key", list(setting_fields()))
 def test_setting_is_read(key: str) -> None:
     section, name = key.split(".")
-    # Code reads a setting as `config.transfer.copy_threads` or `transfer.copy_threads`; methods of the section itself
-    # read it as `self.copy_threads`.
+    # Code reads a setting as `config.transfer.copy_threads` or `transfer.copy_threads`. The methods of a section read a
+    # setting of the section as `self.copy_threads`.
     assert f"{section}.{name}" in CODE or f"self.{name}" in CODE
 
 

@@ -19,7 +19,7 @@ OWN_PROCESSES = frozenset({"flexkv/plugins/keeper/__main__.py", "flexkv/remote/h
 
 
 def kept_names(source: str) -> list[str]:
-    """Returns the module-level names that may change, which excludes constants (upper case), types and the logger."""
+    """Returns the module-level names whose values may change. Omits constants (upper case), types and the logger."""
     found = []
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -31,7 +31,8 @@ def kept_names(source: str) -> list[str]:
 
 def written(source: str) -> list[str]:
     """Returns the calls and assignments with which a file changes the process, such as its environment variables and
-    signal handlers."""
+    signal handlers.
+    """
     nodes = list(ast.walk(ast.parse(source)))
     calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
     found = [text for text in calls if text.startswith(OUTSIDE) and text.rpartition(".")[2] not in READERS]

@@ -74,7 +74,8 @@ ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]|#+|>)\s+")
 
 
 def joined(comments: Iterator[tuple[int, bool, str]]) -> list[Passage]:
-    """Joins comments to passages. Comments on consecutive lines that have nothing else become one passage.
+    """Joins comments to passages. Comments on consecutive lines become one passage if the lines have nothing but
+    comments.
 
     Args:
         comments: for each comment its line, whether nothing else is on the line, and its text without comment signs.
@@ -167,7 +168,7 @@ def uses(habit: re.Pattern[str], name: str, prose: list[Passage]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, list[Passage]]:
-    """The passages of every tracked file, by the file's name."""
+    """Returns the passages of every tracked file, by the file's name."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: nothing tells which files are the project's")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)

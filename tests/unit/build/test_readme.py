@@ -1,5 +1,5 @@
-"""README and docs are right: programs accept the commands that they show, their links lead somewhere, and their claims
-hold.
+"""README and docs are right: programs accept the commands that the pages show, the pages' links lead somewhere, and
+their claims hold.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def first_words(text: str, count: int) -> str:
 
 
 def missing_answers(text: str) -> list[str]:
-    """Returns the questions whose answers are not in the text's first minute of reading."""
+    """Returns the questions that the text does not answer within the first minute of reading."""
     begin = first_words(text, ONE_MINUTE_WORDS)
     answers = {
         "what flexkv does": "keeps the KV cache of vLLM, SGLang and TensorRT-LLM",
@@ -67,7 +67,7 @@ def shell_commands(text: str) -> list[list[str]]:
     """Returns every command in the text's bash blocks, as the words into which the shell splits it."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     words = [shlex.split(block, comments=True) for block in blocks]
-    # shlex.split does not keep line ends, so each of these program names is taken to begin a new command.
+    # shlex.split does not keep line ends. So each of these program names counts as the beginning of a new command.
     commands: list[list[str]] = []
     for word in (w for block in words for w in block):
         if word in ("make", "pip", "vllm", "python", "flexkv", "git"):
@@ -77,7 +77,9 @@ def shell_commands(text: str) -> list[list[str]]:
 
 
 def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
-    """The module path may differ: a working tree needs one, and an installed package does not."""
+    """README's command line for vLLM has the settings that the demo and the tests use. Only the module path may differ:
+    a working tree needs it, and an installed package does not.
+    """
     (serve,) = (command for command in shell_commands(README) if command[:2] == ["vllm", "serve"])
     config = json.loads(serve[serve.index("--kv-transfer-config") + 1])
     assert config == {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
@@ -128,7 +130,7 @@ def test_control_a_minute_without_an_answer_is_seen() -> None:
 
 
 def test_the_index_of_docs_leads_to_every_page() -> None:
-    """In the index, each page has a row of its own that says when to read it. README links to the index."""
+    """In the index, each page has its own row that says when to read the page. README links to the index."""
     rows = INDEX.partition("## Pages")[2].partition("\n## ")[0]
     pages = re.findall(r"^\| \[([a-z-]+\.md)\]\(\1\) \| \S", rows, re.M)
     assert sorted(pages) == sorted(page.name for page in DOCS if page.name != "README.md")
@@ -151,7 +153,7 @@ def test_the_index_of_docs_leads_to_every_page() -> None:
     ],
 )
 def test_every_file_has_its_row_in_the_page_of_its_folder(page: str, folder: str) -> None:
-    """A row may be for several files."""
+    """In the page about a folder's package, every file of the folder has a row. One row may cover several files."""
     rows = [row for row in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if row.startswith("|")]
     named = {name.removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     files = {path.stem for path in (ROOT / "flexkv" / folder).glob("*.py")} - {"__init__"}
@@ -216,8 +218,9 @@ def test_settings_that_the_docs_name_exist() -> None:
 
 
 def test_the_container_page_sets_what_the_code_takes() -> None:
-    """On the page, Docker's command line and the pod's specification set the same variables, and flexkv accepts
-    them."""
+    """On the page about containers, Docker's command line and the pod's specification set the same variables, and
+    flexkv accepts them.
+    """
     text = (ROOT / "docs" / "containers.md").read_text()
     (pod,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (container,) = yaml.safe_load(pod)["spec"]["containers"]

@@ -1,5 +1,5 @@
-"""Retired words, which the field's usual words have replaced, do not occur in code, settings, metrics, log lines or
-docs.
+"""Retired words have been replaced by the field's usual words. They do not occur in code, settings, metrics, log lines
+or docs.
 
 The glossary in docs/architecture.md lists the words to use instead.
 """
@@ -74,7 +74,7 @@ def uses(pattern: str, among: dict[str, str], flags: int = 0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, str]:
-    """The text of every tracked file except this one, by the file's name."""
+    """Returns the text of every tracked file except this one, by the file's name."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: nothing tells which files are the project's")
     return texts()

@@ -1,4 +1,4 @@
-"""`make soak` makes certain tests longer, and these tests exist."""
+"""The tests that `make soak` runs for longer exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRETCHED = (
 
 
 def collect(factor: str) -> subprocess.CompletedProcess[str]:
-    # Only these files are collected, because others import engines at collection, which takes long.
+    # Only these files are collected. Other files import engines when pytest collects them, which takes long.
     files = sorted({f"tests/{name.partition('::')[0]}" for name in STRETCHED})
     options = ["-m", "soak", "--collect-only", "-q", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *files]

@@ -25,7 +25,9 @@ def test_fails_the_third_time():
 
 @pytest.fixture
 def rounds_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root folder for test files. A round calls the test functions of a file directly, without starting pytest."""
+    """Makes a root folder for test files. A round calls the test functions of a file directly, without starting
+    pytest.
+    """
     monkeypatch.setattr(steady, "ROOT", tmp_path)
 
     def execute(path: str, cwd: Path, environ: dict[str, str]) -> str | None:

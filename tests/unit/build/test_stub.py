@@ -14,7 +14,7 @@ import pytest
 from flexkv import c_ext
 
 STUB = ast.parse(Path(inspect.getfile(c_ext)).with_name("c_ext.pyi").read_text())
-# Base classes of the stub's classes that exist only for type checkers, and not in the core.
+# Base classes of the stub's classes that exist only for type checkers, and not in the native core.
 TYPES_ONLY = ("TypedDict", "Protocol")
 # Attributes that every class has from pybind11 or Python.
 OF_EVERY_CLASS = set(dir(object)) | {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
@@ -60,8 +60,9 @@ def test_members_are_those_of_the_core(name: str) -> None:
 
 
 def parameters(native: object) -> list[str] | None:
-    """Returns the names of a native function's parameters, which pybind11 writes into the first line of its docstring.
-    None for an overloaded function."""
+    """Returns the names of a native function's parameters, which pybind11 writes into the first line of the function's
+    docstring. Returns None for an overloaded function.
+    """
     first, _, rest = (getattr(native, "__doc__", "") or "").partition("\n")
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is None or "Overloaded" in rest:

@@ -1,5 +1,5 @@
-"""docs/systems.md is right: the files that it names exist and contain the names that it gives for them, and each row
-names a test or gives a reason why there is none.
+"""docs/systems.md is right: the files that it names exist and contain the names that it gives for them. Each row names
+a test, or gives a reason why there is no test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def paths_in(text: str) -> list[str]:
 
 
 def faults_of(row: Row) -> list[str]:
-    """Returns what is wrong with a row. Paths that do not exist are not reported here."""
+    """Returns the faults of a row. Does not report paths that do not exist."""
     files = [ROOT / path for path in paths_in(row.where) if (ROOT / path).is_file()]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     names = set(SPAN.findall(row.where)) - set(paths_in(row.where))

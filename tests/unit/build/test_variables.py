@@ -1,4 +1,4 @@
-"""Every variable FLEXKV_* that some code reads is a setting, or is documented as something else."""
+"""Every variable FLEXKV_* that some code reads is a setting, or the docs explain what else it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The content of a wheel, of a source archive and of an editable install."""
+"""Checks the content of a wheel, of a source archive and of an editable install."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
     assert b"FaultyMover" not in zipfile.ZipFile(wheel).read(library)
 
-    # The wheel's content works outside the working tree.
+    # The wheel's content must work outside the working tree.
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
     program = (
@@ -98,8 +98,8 @@ def test_editable_install_imports_the_working_tree(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(environment))
     python = environment / "bin" / "python"
-    # The new environment needs this one's packages. --system-site-packages does not provide them if this one is a venv
-    # itself.
+    # The new environment needs the packages of this environment. --system-site-packages does not provide them if this
+    # environment is itself a venv.
     site = next(environment.glob("lib/python*/site-packages"))
     here = [path for path in sys.path if path.endswith("site-packages")]
     (site / "outer.pth").write_text("\n".join(here) + "\n")

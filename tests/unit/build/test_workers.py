@@ -53,7 +53,9 @@ def test_what_belongs_together_runs_on_one_worker(tmp_path: Path) -> None:
 
 
 def test_the_longest_folders_begin(tmp_path: Path) -> None:
-    """The test has only one worker, so that the order in which folders begin can be read from its output."""
+    """The folders that take longest are started first. The test has only one worker, so its output shows the order in
+    which folders begin.
+    """
     lines = run_files(tmp_path, 1).splitlines()
     begun = [line.split("/")[1] for line in lines if line.startswith("tests/")]
     order = [folder for at, folder in enumerate(begun) if folder not in begun[:at]]

@@ -1,4 +1,4 @@
-"""`flexkv bench transfer` without a GPU, where an engine's pool is in plain memory."""
+"""Tests `flexkv bench transfer` without a GPU, with an engine's pool in plain memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
-    # Every relevant run length has a row. The rate of both directions at once is compared with that of one direction.
+    # Every relevant run length has a row. The rate of both directions at once is compared with the rate of one
+    # direction.
     assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
     one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
     for row in rows:
@@ -77,8 +78,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "bare reads of 2 MiB",
         "load, by CUDA events",
     }
-    # With 80 layers of K and V, a page has 160 runs. Staging needs one I/O call per page; without it, each run and the
-    # trailer need one.
+    # With 80 layers of K and V, a page has 160 runs. With staging, a page needs one I/O call. Without staging, each run
+    # and the trailer need one.
     pages = {row["run_bytes"]: row["calls"] for row in compared if row["what"] == "disk to host page to pool"}
     for row in compared:
         if row["what"] == "disk to pool, staged":
@@ -88,8 +89,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert list(tmp_path.iterdir()) == [out]
     assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
     assert all(row["multiprocessors"] == 0 for row in compared)
-    # Each row's path is the one that was measured. It is a direct path only if the folder's disk has direct I/O, which
-    # the rows of bare reads show.
+    # Each row names the path that was measured. It is a direct path only if the folder's disk has direct I/O, which the
+    # rows of bare reads show.
     straight = not any("page cache" in row["note"] for row in compared if row["what"].startswith("bare"))
     paths = {row["what"]: row["path"] for row in compared if row["what"].startswith("disk to pool")}
     assert paths == {

@@ -1,5 +1,5 @@
-"""`flexkv bench transfer` reports what copies cost other work. Every figure comes from work during which copies were in
-flight, and the sums are right.
+"""`flexkv bench transfer` reports how much copies slow down other work. Every figure comes from work during which
+copies were in flight, and the sums are right.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_a_row_names_rates_of_its_own_directions(rows: list[BesideRow]) -> None:
     for row in rows:
         assert (row.load_gbps is not None) is (row.direction in ("H2D", "both"))
         assert (row.store_gbps is not None) is (row.direction in ("D2H", "both"))
-    # A row may have no rate, because its window was shorter than one op. Not all windows are that short.
+    # A row has no rate if its window was shorter than one op. Not all windows are that short.
     assert any(row.load_gbps for row in rows)
     assert any(row.store_gbps for row in rows)
 
@@ -210,5 +210,5 @@ def test_the_cpus_time_is_of_a_full_link_and_of_an_idle_one(latencies: tuple[lis
     ]
     for row in used:
         assert (row.gbps > 0) is (row.what != "idle")
-        # In plain memory the CPU makes the copies, so each kind of copies uses its cores.
+        # In plain memory the CPU makes the copies, so every kind of copy uses the CPU's cores.
         assert row.cores > 0 or row.what == "idle"

@@ -1,4 +1,4 @@
-"""The commands of flexkv: their output and exit codes, and errors without a traceback."""
+"""Tests the commands of flexkv: their output and exit codes, and errors without a traceback."""
 
 from __future__ import annotations
 
@@ -158,8 +158,9 @@ def test_a_wrong_call_is_a_usage_error(
 
 
 def test_a_native_core_that_was_not_built_is_one_line(tmp_path: Path) -> None:
-    """The test copies the package without its extension, as in a fresh clone. The copy must not find the extension of
-    an editable install instead.
+    """If the native core was not built, a command prints one line that says how to build it. The test copies the
+    package without its extension, as in a fresh clone. The copy must not find the extension of an editable install
+    instead.
     """
     unbuilt = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "flexkv", tmp_path / "flexkv", ignore=unbuilt)
@@ -277,7 +278,7 @@ def test_info_is_json_with_stable_keys(capsys: pytest.CaptureFixture[str]) -> No
         ({"torch_dtype": "bfloat16"}, 2 * 4 * 2 * 64 * 2),
         ({"num_key_value_heads": None, "head_dim": None}, 2 * 4 * 4 * 64 * 4),
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 4 * (512 + 64) * 4),
-        # Three of four layers keep only a window of 2,048 tokens, a quarter of the longest prompt.
+        # Three of four layers keep only a window of 2,048 tokens, which is a quarter of the longest prompt.
         (
             {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 2048},
             (4 + 3) * 2 * 2 * 64,

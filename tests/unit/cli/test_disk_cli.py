@@ -1,4 +1,4 @@
-"""`flexkv disk` and `flexkv fsck` on slabs that a disk tier has written."""
+"""Tests `flexkv disk` and `flexkv fsck` on slabs that a disk tier has written."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """The path of a slab with four pages of one model. Its unit is closed."""
+    """Makes a slab with four pages of one model, closes its unit, and returns the slab's path."""
     world = DiskWorld([tmp_path])
     _, generations = world.write(range(4), range(4))
     world.wait_durable(range(4), generations)
@@ -83,7 +83,7 @@ def test_ls_shows_models_sizes_and_ages(
     assert "in use" in shown
     assert "0.0 h ago" in shown
     assert other.close()
-    # The files are dated two days back, as if the command ran two days later.
+    # The files get times two days back, as if the command ran two days after the last write.
     for path in tmp_path.rglob("*"):
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     assert main(["disk", "ls", str(tmp_path)]) == 0
@@ -92,7 +92,7 @@ def test_ls_shows_models_sizes_and_ages(
 
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
-    """Slabs that three KV groups share, with two, one and three pages. Their unit is closed."""
+    """Makes slabs that three KV groups share, with two, one and three pages. Their unit is closed."""
     first, *more = sharing_groups()
     world = DiskWorld([tmp_path], first, more=more)
     for of, numbers, places in ((0, [1, 2], [0, 1]), (1, [3], [2]), (2, [4, 5, 6], [3, 4, 5])):
@@ -313,7 +313,7 @@ def test_fsck_of_a_folder_in_use_is_an_error(
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistyped folder must not be reported as free of errors."""
+    """`flexkv fsck` fails for a folder without slabs, so that a mistyped folder is not reported as free of errors."""
     assert main(["fsck", str(tmp_path)]) == 2
     assert "no slabs" in capsys.readouterr().err
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
@@ -354,7 +354,7 @@ def test_ls_goes_on_where_a_unit_is_gone_before_it_is_looked_at(
 
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
-    """A folder to which every user has access, unlike pytest's temporary folders."""
+    """Makes a folder to which every user has access, unlike pytest's temporary folders."""
     made = Path(tempfile.mkdtemp(prefix="flexkv-ls-"))
     made.chmod(0o755)
     yield made
@@ -363,7 +363,7 @@ def open_to_all() -> Iterator[Path]:
 
 @contextmanager
 def without_rights() -> Iterator[None]:
-    """Within the block, the process has an unprivileged user's rights, because root could read every file."""
+    """In the `with` block, the process has an unprivileged user's rights, because root could read every file."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

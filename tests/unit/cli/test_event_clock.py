@@ -109,7 +109,8 @@ def test_each_run_has_a_row_with_its_share_and_one_that_is_too_long_has_none() -
 
 def test_a_load_lies_between_start_and_stop() -> None:
     """The clock is started before the load and stopped after it. The load is a real one in plain memory, which has no
-    stream."""
+    stream.
+    """
     asked: list[str] = []
     clock: Any = SimpleNamespace(
         stream=None,

@@ -1,4 +1,6 @@
-"""`flexkv info` with the extra `gpu`, without it, and with a driver that returns errors. The driver is a stand-in."""
+"""Tests `flexkv info` with the extra `gpu`, without it, and with a driver that returns errors. The driver is a
+stand-in.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_driver_the_reason_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings' error lists every path that they have searched, which is too long for `flexkv info`."""
+    """If the driver is missing, `flexkv info` shows a short reason. The bindings' own error lists every path that they
+    have searched, which is too long.
+    """
 
     class Silent:
         def cuInit(self, flags: int) -> None:

@@ -1,4 +1,6 @@
-"""`flexkv remote` with a real Redis that has a real unit's values, and with a real Mooncake in a network namespace."""
+"""Tests `flexkv remote` with a real Redis that holds a real unit's values, and with a real Mooncake in a network
+namespace.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +306,9 @@ def test_get_fails_for_absent_swapped_and_expired_values(cli: Cli, redis: RedisS
 
 
 def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> None:
-    """The command reads values up to a limit in order to learn their length. This value is longer than that limit."""
+    """`flexkv remote get` shows a value that is longer than the command's first read. The command reads values up to a
+    limit in order to learn their length, and this value exceeds the limit.
+    """
     shape = Shape(runs=(3 << 20,), ranks=2)
     name, _ = stored(redis.url, shape, host_bytes=64 << 20)
     code, out, _ = cli("get", name)
@@ -314,8 +318,9 @@ def test_a_value_is_shown_though_it_is_long(cli: Cli, redis: RedisServer) -> Non
 
 
 def test_a_long_value_of_somebody_else_is_no_work(cli: Cli, redis: RedisServer) -> None:
-    """The value repeats the word with which a trailer begins, and has no trailer. The command must not spend long on
-    it."""
+    """`flexkv remote get` does not spend long on a long value of another program. This value repeats the word with
+    which a trailer begins, and has no trailer.
+    """
     name = f"flexkv/1/{'0' * 32}/0/{'1' * 32}"
     store = open_store(StoreOptions((redis.url,)))
     value = np.frombuffer(b"FKVPAGE1" * (8 << 20), np.uint8)

@@ -1,4 +1,4 @@
-"""A request's fields for blending, the settings for blending, and the values that are refused in both."""
+"""Tests a request's fields for blending, the settings for blending, and the values that are refused in both."""
 
 from __future__ import annotations
 

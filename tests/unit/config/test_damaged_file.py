@@ -1,5 +1,5 @@
-"""A configuration file in which one bit was flipped, or whose end is missing, is either read or refused with an error
-that names the file.
+"""If one bit of a configuration file was flipped, or its end is missing, flexkv either reads the file or refuses it
+with an error that names the file.
 """
 
 from __future__ import annotations

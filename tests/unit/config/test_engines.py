@@ -1,4 +1,6 @@
-"""The tables say for each setting which engines use it. flexkv warns if a setting without effect is given."""
+"""Two tables say for each setting which engines use it. flexkv warns if a user gives a setting that has no effect in
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def readers(key: str) -> set[str]:
     found = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
-        # Although it belongs to the config package, `memory.py` counts: it computes the size of host memory for all
+        # Although `memory.py` belongs to the config package, it counts: it computes the size of host memory for all
         # engines.
         if (parts[0] not in NOT_FOR_ENGINES or path.name == "memory.py") and key in path.read_text():
             is_adapter = parts[0] == "adapters" and parts[1] in ENGINES

@@ -1,5 +1,5 @@
-"""Every sample file lists all settings and can be loaded, and each of its lines has an effect. The classes and modules
-that an engine's sample file names exist.
+"""Every sample file lists all settings and can be loaded, and each of its lines has an effect. If a sample file is for
+an engine, the classes and modules that it names exist.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def test_tensorrt_llms_file_names_what_is_here() -> None:
 
 
 def test_sglangs_file_names_the_linker() -> None:
-    """This test needs no SGLang. tests/engines_sglang/test_own_flag.py reads the file with SGLang's own parser."""
+    """SGLang's sample file names flexkv's linker class and module. This test needs no SGLang;
+    tests/engines_sglang/test_own_flag.py reads the file with SGLang's own parser.
+    """
     document = yaml.safe_load(sample_text("engine-sglang"))
     linker = json.loads(document["unified-cache-external-linker-config"])
     source = (ROOT / "flexkv" / "adapters" / "sglang" / "linker.py").read_text()

@@ -1,5 +1,5 @@
-"""Loading settings: their sources and which of them wins, aliases, the origin of each value, and errors for invalid
-values.
+"""Tests how settings are loaded: their sources and which source wins, aliases, the origin of each value, and errors for
+invalid values.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_bad_extra_config_names_key_source_value_and_what_is_allowed(extra: obje
         ("FLEXKV_HOST_BYTES", "", ["'host.bytes'", "env FLEXKV_HOST_BYTES", "''"]),
         ("FLEXKV_STORE_MODE", "Lazy!", ["env FLEXKV_STORE_MODE", "'Lazy!'"]),
         ("FLEXKV_LOAD_INFLIGHT_PAGES", "1.5", ["env FLEXKV_LOAD_INFLIGHT_PAGES", "'1.5'"]),
-        # In a variable's value, Python replaces each byte that is not UTF-8 by a surrogate like this one.
+        # In an environment variable, Python replaces each byte that is not UTF-8 by a surrogate like this one.
         ("FLEXKV_IDENTITY_NAMESPACE", "\udcff", ["env FLEXKV_IDENTITY_NAMESPACE", "expected text in UTF-8"]),
     ],
 )
@@ -229,8 +229,9 @@ def test_an_empty_variable_is_refused_by_its_name(key: str) -> None:
 
 
 def test_names_of_another_system_are_one_short_error() -> None:
-    """The error names each unknown setting once, with the most similar valid name if there is one. It does not list all
-    settings."""
+    """Names of another system's settings cause one short error. It names each unknown setting once, with the most
+    similar valid name if there is one, and does not list all settings.
+    """
     extra = {"local_cpu": True, "max_local_cpu_size": 5, "remote_url": "x", "host.byts": 1}
     with pytest.raises(ConfigError) as caught:
         load_config(extra, {})
@@ -344,7 +345,7 @@ def test_settings_that_do_not_go_together(key: str, value: str, allowed: str) ->
     with pytest.raises(ConfigError, match=re.escape(message + "'disk.gds_stores' from engine extra config")):
         load_config(extra, {environment_name(key): value})
     assert load_config({"disk.gds_stores": False}, {environment_name(key): value}).disk.gds_stores is False
-    # The settings are compared after all sources have been merged.
+    # Combinations of settings are checked after all sources have been merged.
     assert load_config(GDS_STORES | {key: allowed}, {environment_name(key): value}).disk.gds_stores
 
 
@@ -376,8 +377,8 @@ def _takes_numbers(key: str) -> bool:
 
 @pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
 def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
-    """If a setting had no limit, a value like this would fail only at the engine's start, with an overflow or with
-    thousands of threads.
+    """A number that is far too large is refused with the setting's name. Without a limit, such a value would fail only
+    at the engine's start, with an overflow or with thousands of threads.
     """
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})

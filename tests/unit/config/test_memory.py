@@ -107,7 +107,8 @@ def test_more_than_is_free_is_refused_by_name() -> None:
     assert resolve_host_bytes(config, 4, 4 * GIB + HEADROOM_BYTES) == 4 * GIB
     assert resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=4 * GIB) == 4 * GIB
     with pytest.raises(CapacityError, match="can be had"):
-        # A pool lies completely in reserved huge pages or completely outside, so the sum of both does not count.
+        # A pool is either completely in reserved huge pages or completely outside them, so the two amounts of free
+        # memory are not added.
         resolve_host_bytes(config, 4, 3 * GIB, huge_free_bytes=GIB)
     with pytest.raises(ConfigError, match="ranks=0"):
         resolve_host_bytes(config, 0, GIB)

@@ -14,7 +14,7 @@ from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
 
 GIB = 1 << 30
-# For each name of a setting in another system: an example of its value, flexkv's settings with the same effect, and the
+# By the name of a setting in another system: an example of its value, flexkv's settings with the same effect, and the
 # value that flexkv reads from them. Numbers of bytes are those that the other system computes from its value.
 SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "local_cpu": (True, {"host.bytes": "5GiB"}, 5 * GIB),
@@ -101,7 +101,7 @@ def test_every_name_has_an_example_or_a_reason() -> None:
     assert all(OTHER_NAMES[name].how for name in OTHER_NAMES)
     ours = {*setting_fields(), *OTHER_VARIABLES}
     assert {row.setting for row in OTHER_NAMES.values() if row.setting} <= ours
-    # A name that flexkv itself accepts must not be in the table.
+    # The table must not contain a name that flexkv itself accepts.
     assert not set(OTHER_NAMES) & (set(ALIASES) | ours)
 
 
@@ -118,7 +118,7 @@ def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) ->
         ("FLEXKV_CPU_CACHE_GB", "16", "here it is 'FLEXKV_HOST_BYTES', with its unit (16GiB)"),
         ("FLEXKV_CONFIG_PATH", "flexkv.yml", "here it is 'FLEXKV_CONFIG'"),
         ("FLEXKV_SERVER_CLIENT_MODE", "1", "flexkv has no server"),
-        # Kubernetes sets variables with names like this one, but their values begin with tcp://.
+        # Kubernetes sets variables with names like FLEXKV_SERVER_RECV_PORT, but their values begin with tcp://.
         ("FLEXKV_SERVER_RECV_PORT", "ipc:///tmp/flexkv_server", "flexkv has no server"),
     ],
 )

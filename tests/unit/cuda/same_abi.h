@@ -1,5 +1,5 @@
-// Compares declarations at compile time. Two declarations are the same here if a caller compiled with one of
-// them can call a function compiled with the other.
+// Compares declarations at compile time. Two declarations count as the same if a caller that was compiled
+// with one of them can call a function that was compiled with the other.
 #pragma once
 #include <cstddef>
 #include <type_traits>
@@ -7,8 +7,8 @@
 
 namespace abi {
 
-// A test specialises this for two structures if it compares their members, or if they are opaque types behind
-// handles.
+// A test specialises this for two structures if the test compares their members itself, or if they are opaque
+// types behind handles.
 template <typename Ours, typename Theirs>
 struct SameStruct : std::is_same<Ours, Theirs> {};
 
@@ -23,8 +23,8 @@ constexpr bool same() {
 template <typename Type>
 constexpr bool is_number = std::is_integral_v<Type> || std::is_enum_v<Type>;
 
-// Numbers must have the same size and signedness. Signedness does not matter if one of them is an
-// enumeration: the compiler chooses the type of a C library's enumeration, and this project declares an int.
+// Numbers must have the same size and signedness. If one of them is an enumeration, signedness does not
+// matter: the compiler chooses the type of a C library's enumeration, and this project declares an int.
 template <typename Ours, typename Theirs>
 constexpr bool same_number() {
   if constexpr (is_number<Ours> && is_number<Theirs>) {

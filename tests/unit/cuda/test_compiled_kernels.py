@@ -99,15 +99,16 @@ def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
 
 
 def _directive(name: str, code: str) -> int:
-    """Returns the number of a PTX directive that nvcc derives from the kernel's launch bounds; 0 if the code has
-    none."""
+    """Returns the number of a PTX directive that nvcc derives from the kernel's launch bounds, or 0 if the code has
+    none.
+    """
     found = re.search(rf"\.{name} (\d+)", code)
     return int(found[1]) if found else 0
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Entry]]:
-    """The kernels by name, for each pair of a file and an architecture."""
+    """Compiles the kernels. Returns them by name, for each pair of a file and an architecture."""
     folder = tmp_path_factory.mktemp("kernels")
     wanted = [(name, arch) for name in SOURCES for arch in ARCHS]
     with ThreadPoolExecutor(2) as pool:

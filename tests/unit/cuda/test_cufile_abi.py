@@ -75,14 +75,15 @@ using namespace flexkv;
 
 
 def found_functions() -> dict[str, str]:
-    """Returns the name of the symbol that is loaded into each entry of the shim's table, by entry."""
+    """Returns for each entry of the shim's table the name of the symbol that is loaded into it."""
     loaded = [pair for text in TEXTS for pair in re.findall(r'"(cuFile\w+)",\s*table\.([\w.]+)\)', text)]
     return {field: name for name, field in loaded}
 
 
 def already_open() -> int:
-    """Returns the error code by which csrc/gds/cufile_shim.cpp sees that other code of the process has already opened
-    the cuFile driver."""
+    """Returns the error code that csrc/gds/cufile_shim.cpp takes to mean that other code of the process has already
+    opened the cuFile driver.
+    """
     (number,) = re.findall(r"kDriverAlreadyOpen = (\d+);", "".join(TEXTS))
     return int(number)
 
@@ -107,7 +108,7 @@ def statistics_assertions() -> list[str]:
 
 
 def assertions(major: int) -> str:
-    """Returns a program that compiles only if the shim agrees with the cufile.h of CUDA `major`. It leaves out
+    """Returns a program that compiles only if the shim agrees with the cufile.h of CUDA `major`. The program omits
     functions that this header does not have, because only newer libraries have them.
     """
     lines = [PROLOGUE]

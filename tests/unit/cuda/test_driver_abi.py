@@ -90,7 +90,7 @@ def declared_functions() -> set[str]:
 
 
 def found_functions() -> dict[str, str]:
-    """Returns the name that is looked up in the driver for each entry of the table, by entry."""
+    """Returns for each entry of the table the name that flexkv looks up in the driver."""
     asked = re.findall(r'\((?:find, )?"(cu[A-Z]\w+)", (?:\w+, )?d\.(\w+)\)', FINDER)
     return {field: name for name, field in asked}
 

@@ -77,7 +77,7 @@ class Case:
         return -(-self.blocks // (self.devices * self.files)) + self.round_robin
 
     def place(self, block: int) -> tuple[int, int, int]:
-        """Returns where a block is, by the documented rule: the device, the file, and the offset in the file."""
+        """Returns the location of a block by the documented rule: the device, the file, and the offset in the file."""
         turn, within = divmod(block, self.round_robin)
         device = turn % self.devices
         on_device = (turn // self.devices) * self.round_robin + within
@@ -137,7 +137,7 @@ class Pool:
 
 
 class World:
-    """The files and the pool of one case. The side from which the transfer reads has random bytes."""
+    """The files and the pool of one case. The source of the transfer (files or pool) has random bytes."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -203,8 +203,9 @@ class World:
         return self.files[device, number][start : start + case.chunk]
 
     def expect(self) -> None:
-        """Computes the expected result of the transfer on copies of the files and the pool. Must be called before the
-        real transfer."""
+        """Computes the expected result of the transfer on copies of the files and the pool. Call it before the real
+        transfer.
+        """
         self.expected_pool = [tensor.copy() for tensor in self.pool.memory]
         self.expected_files = {key: content.copy() for key, content in self.files.items()}
         model = Pool(self.case)

@@ -159,7 +159,7 @@ class SlabWorld:
         return self.run(self.manager, self.op(OpKind.DISK_SEAL, places, (), (), digests, **change))[0]
 
     def store(self, places: Sequence[int], blocks: Sequence[int], **change: int) -> None:
-        """Makes every rank write its stripe of the pages, and then the manager's lane write their trailers."""
+        """Makes every rank write its stripe of the pages. Then makes the manager's lane write the pages' trailers."""
         written = self.write_stripes(places, blocks)
         assert [result.reason for result in written] == [""] * len(written)
         digests = np.concatenate([result.digests for result in written], axis=1)
@@ -183,7 +183,7 @@ class SlabWorld:
             os.fsync(slab.fileno())
 
     def image_at(self, place: int) -> int:
-        """Returns the offset of the slot image at `place` in its disk's slab."""
+        """Returns the offset of the slot image of disk slot `place` in its disk's slab."""
         row = self.slabs.disks[place % self.unit.disks][0]
         return row.header_bytes + place // self.unit.disks * row.slot_bytes
 

@@ -1,5 +1,5 @@
 """flexkv finds libcufile in each of its usual places. If it is missing, an error lists the searched places. Each test
-runs a child, because a process cannot unload a library.
+runs a child process, because a process cannot unload a library.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The interface of the transfer functions: names, order and defaults of their arguments, accepted dtypes, and errors
-for bad input.
+"""Tests the interface of the transfer functions: names, order and defaults of their arguments, accepted dtypes, and
+errors for bad input.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def test_bad_input_is_refused_and_nothing_moves(
 
 
 def test_a_pool_of_one_layer_is_the_backend_it_says(tmp_path: Path) -> None:
-    """A pool with a single address may be a layer-first pool with one layer. The backend's type decides this, not the
-    number of addresses."""
+    """The backend's type, not the number of addresses, decides how a pool is read: a pool with a single address may be
+    a layer-first pool with one layer.
+    """
     world = World(Case(VLLM, 2, 512, 1, 8, 8, True, True, 5, kv_outermost=True), tmp_path)
     manager = world.manager()
     world.expect()

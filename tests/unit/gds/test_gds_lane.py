@@ -1,4 +1,4 @@
-"""The ops GDS_READ, GDS_WRITE and DISK_SEAL, which move blocks between pools and slabs without a host slot."""
+"""Tests the ops GDS_READ, GDS_WRITE and DISK_SEAL, which move blocks between pools and slabs without a host slot."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_pages_are_the_disk_lanes_pages(tmp_path: Path) -> None:
         for slot, block in ((0, 1), (1, 2)):
             stripe = world.pool.slot(slot)[at : at + rank.runs * rank.run]
             np.testing.assert_array_equal(stripe, rank.by_block[block].reshape(-1))
-    # The opposite combination: the manager writes pages from host slots, and the ranks load them directly.
+    # The opposite combination works too: the manager writes pages from host slots, and the ranks load them directly.
     written = world.run(world.manager, world.op(OpKind.DISK_WRITE, [20, 21], slots=[1, 0]))
     assert written[0].reason == ""
     for number, rank in enumerate(world.ranks):
@@ -104,7 +104,7 @@ def test_a_page_is_there_when_it_is_sealed_and_not_before(world: SlabWorld) -> N
     assert "disk miss (trailer)" in unsealed.reason
     assert world.seal([3], written[0].digests).reason == ""
     assert world.load(0, [3], [1]).reason == ""
-    # After new stripes are written under the old trailer, the slot has neither the new page nor the old one.
+    # New stripes are written under the old trailer, so the slot has neither the new page nor the old one.
     world.write_stripes([3], [5])
     before = world.ranks[0].memory.copy()
     torn = world.load(0, [3], [2])
@@ -155,7 +155,8 @@ def test_a_flipped_bit_costs_its_page_only(tmp_path: Path, part: str | int, stag
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
     assert "disk miss" in result.reason
     np.testing.assert_array_equal(world.ranks[1].by_block[[9, 11]], stored)
-    # The damage is in rank 1's stripe or in the trailer. Rank 0 can still load the page if the trailer is good.
+    # The damage is in rank 1's stripe or in the trailer. Rank 0 can still load the page if only rank 1's stripe is
+    # damaged.
     assert world.load(0, [1], [9]).status is (OpStatus.OK if part == "stripe" else OpStatus.FAILED)
     world.close()
 
@@ -230,7 +231,7 @@ def test_a_page_that_was_promised_is_loaded_though_it_has_expired_since(tmp_path
     wanted = world.ranks[0].by_block[[2, 3]].copy()
     assert world.load(0, [0, 1], [4, 5]).reason == ""
     assert np.array_equal(world.ranks[0].by_block[[4, 5]], wanted)
-    # The control: a fetch to host memory was not promised to a request, so for it the page has expired.
+    # The control: a fetch to host memory was not promised to a request. So the fetch treats the page as expired.
     (fetched,) = world.run(world.manager, world.op(OpKind.DISK_READ, [0], (), [3]))
     assert "expired" in fetched.reason
     world.close()
@@ -297,8 +298,8 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
         assert len(tickets) == len(ops)
         dropped = engine.cancel(tickets[-1])
         assert engine.wait(tickets[-1], 60.0)
-        # The cancelled op's blocks belong to the engine again, although other ops are still in flight. What the engine
-        # writes to these blocks now must not be overwritten.
+        # The cancelled op's blocks belong to the engine again, although other ops are still in flight. No op may
+        # overwrite the bytes that the engine writes to these blocks.
         rank.by_block[6:] = 0x11
         for ticket in tickets:
             assert engine.wait(ticket, 60.0)

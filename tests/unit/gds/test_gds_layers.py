@@ -95,8 +95,9 @@ def test_another_page_is_refused_at_its_first_range(world: SlabWorld, change: di
 
 
 def test_ranges_read_the_trailer_each_and_little_else_twice(tmp_path: Path) -> None:
-    """A layerwise read reads the trailer again for each range. Here ranges begin and end at sectors, so it reads no
-    other byte twice."""
+    """A layerwise read reads the trailer again for each range, and no other byte twice if the ranges begin and end at
+    sectors, as in this test.
+    """
     read = {}
     for layerwise in (False, True):
         world = SlabWorld([tmp_path / str(layerwise)], 32, 2, 4096)

@@ -1,5 +1,5 @@
-"""Transfers between raw files and a pool, for random geometries. Every byte of files and pool is compared, including
-those that must not change.
+"""Tests transfers between raw files and a pool, for random geometries. Every byte of the files and the pool is
+compared, including the bytes that must not change.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_the_samples_cover_what_they_should() -> None:
     assert {c.layers for c in cases} >= {1, DEEP}
     assert {c.element_bytes for c in cases} == set(ELEMENT_BYTES)
     assert missing_pairs(cases) == set()
-    # The control: without the cases that write 80 layers, this pair is reported as missing.
+    # The control: without the cases that write 80 layers, the pair of 80 layers and writing is reported as missing.
     lame = [case for case in cases if case.layers < DEEP or case.read]
     assert frozenset({("layers", DEEP), ("direction", "write")}) in missing_pairs(lame)
     assert any(c.slots < c.moved and c.staged for c in cases)

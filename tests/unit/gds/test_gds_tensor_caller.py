@@ -1,5 +1,5 @@
-"""A C++ caller that uses the transfer template with torch tensors can be compiled, linked with only the extension and
-torch, and run.
+"""A C++ caller that uses the transfer template with torch tensors can be compiled and run. It is linked with only the
+extension and torch.
 """
 
 from __future__ import annotations

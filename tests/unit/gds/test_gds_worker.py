@@ -1,4 +1,4 @@
-"""GDSTransferWorker takes its settings from the configuration unless arguments override them, and moves the requested
+"""GDSTransferWorker takes its settings from the configuration unless arguments override them. It moves the requested
 blocks.
 """
 
@@ -91,7 +91,7 @@ def test_the_environment_is_read_where_no_config_is_given(
     assert worker.manager.totals["io_calls"] == 2 * 2 * LAYERS
     worker.close()
 
-    # Arguments override the process's settings. If a `config` is given, the process's settings are not used at all.
+    # Arguments override the settings of the process. If a `config` is given, the worker ignores the process's settings.
     worker = GDSTransferWorker(
         rank.pool, rank.files, rank.paths, use_staged_transfer=True, max_staging_blocks=2
     )
@@ -133,7 +133,7 @@ def test_staging_that_is_not_there_is_an_error_at_the_start_with_what_to_set(ran
     assert "are available (MemAvailable)" in words or "cgroup" in words
     assert f"{2**31 - 1} staging slots of {rank.files.block_stride} bytes" in words
     assert "lower gds.max_staging_blocks or gds.max_staging_bytes" in words
-    # The failed worker has left nothing open: a worker with fewer staging blocks can open the same files.
+    # The failed worker has left no file open: a worker with fewer staging blocks can open the same files.
     GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=1).close()
 
 

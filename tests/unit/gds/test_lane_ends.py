@@ -1,5 +1,5 @@
-"""Closing a GDS lane closes its files and ends its threads, even if the object that should have used the lane could not
-be made.
+"""Closing a GDS lane closes its files and ends its threads. This holds even if the object that should have used the
+lane could not be made.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_a_start_that_succeeds_serves_until_its_engine_is_closed(world: SlabWorl
     (result,) = world.run(engine, world.op(OpKind.GDS_READ, [3], [5]))
     assert result.status is OpStatus.OK
     assert engine.close(30.0)
-    assert open_slabs() == before  # although the engine's object still exists
+    assert open_slabs() == before  # the files are closed although the engine's object still exists
 
 
 def test_a_closed_lane_refuses_and_may_be_closed_again(world: SlabWorld) -> None:

@@ -44,7 +44,7 @@ class World:
         self.offloads = Offloads(self.cache)
 
     def page(self, number: int) -> torch.Tensor:
-        """A copy of a page's content in all layers."""
+        """Returns a copy of a page's content in all layers."""
         first = number * PAGE_TOKENS
         return self.pool[:, :, first : first + PAGE_TOKENS].clone()
 

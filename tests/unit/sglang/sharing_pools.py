@@ -127,7 +127,9 @@ class Engine:
         self.loads = LoadBatches(self.cache)
 
     def store(self, hashes: list[str], blocks: list[int]) -> None:
-        """Stores blocks, and waits until they are in host memory. They are on disk when the cache has been closed."""
+        """Stores blocks, and waits until they are in host memory. They are on disk only after the cache has been
+        closed.
+        """
         self.cache.store("s", self.cache.keys(hashes), np.array(blocks, np.int32), lambda done: None, None)
         assert self.cache.quiesce(30)
         self.cache.manager.release("s")

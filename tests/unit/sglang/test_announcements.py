@@ -1,5 +1,5 @@
-"""A router that knows only the announced pages predicts what a rank serves, even when pages are evicted or dropped, or
-the engine is flushed, reset or restarted. SGLang need not be installed.
+"""A router that knows only the announced pages predicts what a rank serves. This holds even when pages are evicted or
+dropped, or the engine is flushed, reset or restarted. SGLang need not be installed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Router:
 
 
 def chain(prefix: int, parted: int, turn: int, pages: int) -> list[str]:
-    """Hashes of the pages of a prompt that shares its first `parted` pages with other prompts."""
+    """Returns the hashes of the pages of a prompt that shares its first `parted` pages with other prompts."""
     common = hashes_of(*((prefix, at) for at in range(parted)))
     return common + hashes_of(*((prefix, parted, turn, at) for at in range(pages - parted)))
 
@@ -143,7 +143,9 @@ class Announced:
         )
 
     def store(self, hashes: list[str]) -> bool:
-        """Offloads a node's pages as the linker does, and waits for the end. Returns whether they were stored."""
+        """Offloads a node's pages as SGLang's linker does, and waits for the end of the offload. Returns whether the
+        pages were stored.
+        """
         named = [Named(Page(page), True) for page in hashes]
         keys = self.world.cache.keys(hashes)
         rows = self.told.begin_store(GROUP, keys, named)
@@ -237,8 +239,10 @@ def test_control_a_removal_that_is_not_heard_is_seen(make: Make) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["through", "evict"])
 def test_a_router_predicts_what_is_served_over_restarts(make: Make, mode: str) -> None:
-    """The router of each process gets only that process's announcements."""
-    is_left = False  # whether the previous process left pages that this one finds
+    """Over several restarts, a router predicts exactly what is served, from the announcements of the running process
+    alone.
+    """
+    is_left = False  # whether the previous process left pages that this process finds
     for number in range(1 + 2 * soak_factor()):
         announced = make(number, disk__mode=mode)
         announced.settle()
@@ -388,7 +392,7 @@ def test_many_new_pages_in_host_memory_keep_none_on_disk_waiting(
 
 
 def waiting(announced: Announced) -> int:
-    """Makes flexkv announce all pages again. Returns the number of pages on disk that wait for this."""
+    """Makes flexkv announce all pages again. Returns the number of pages on disk that wait to be announced."""
     announced.told.forget_told()
     return len(announced.told._waiting[Medium.DISK])
 
@@ -432,8 +436,9 @@ def test_announced_pages_that_are_stored_again_do_not_wait(make: Make) -> None:
 def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    """Lazy stores know only the hashes of pages, so their records of pages contain no tokens. For a page in a caller's
-    namespace, the record is of no use to later processes.
+    """If a store names a found page in another way, the page's record in the file remains. Lazy stores know only the
+    hashes of pages, so their records of pages contain no tokens. For a page in a caller's namespace, the record is of
+    no use to later processes.
     """
     first, prompt = make(), chain(0, 3, 1, 3)
     first.store(prompt)

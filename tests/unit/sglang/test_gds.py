@@ -1,5 +1,6 @@
-"""Loads and stores that bypass host memory, between disk and SGLang's pool. The user must enable them by name, because
-a page that fails to load costs its request."""
+"""Tests loads and stores that bypass host memory, between disk and SGLang's pool. The user must enable them by name,
+because a page that fails to load costs its request.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def counts(world: World) -> tuple[int, int]:
-    """The number of pages that were loaded, and the number stored, without passing through host memory."""
+    """Returns the number of pages that were loaded, and the number that were stored, without passing through host
+    memory.
+    """
     disk = world.cache.manager.tiers[1].counts
     return disk.gds_read, disk.gds_written
 
 
 def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch.Tensor]]:
-    """A rank with four pages that are only on disk, and the content of these pages."""
+    """Returns a rank with four pages that are only on disk, and the content of these pages."""
     first = worlds(**settings(folder, **more))
     contents = [first.page(page) for page in PAGES]
     assert first.store(hashes_of(*PAGES), PAGES)
@@ -105,7 +108,7 @@ def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
 
 
 def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
-    """A request that used the bytes of a failed load would compute with the former content of its pages."""
+    """The control: after a failed load, the target pages hold other bytes than the stored pages."""
     world, contents = restarted(worlds, tmp_path)
     spoil(tmp_path)
     assert load(world) == (4, False)
@@ -129,7 +132,9 @@ def test_without_the_opt_in_pages_come_through_host_memory(
 
 
 def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any, tmp_path: Path) -> None:
-    """Between the promise and its load, another load fails, and flexkv stops using GDS for a while."""
+    """If flexkv stops using GDS between a promise and its load, because another load failed, the pages are loaded
+    through host memory.
+    """
     world, contents = restarted(worlds, tmp_path)
     keys = world.cache.keys(hashes_of(*PAGES))
     assert world.cache.match("r", keys, 0.0) == 4
@@ -143,7 +148,7 @@ def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any
 
 
 def fail_load(world: World, rid: str, cause: FailureCause) -> None:
-    """Makes all pages of the load that was promised to `rid` fail."""
+    """Makes the load that was promised to `rid` fail at all pages."""
     graph = world.cache.manager.begin_load(rid, [blocks(TARGETS)])
     assert graph is not None
     (op,) = graph.ops
@@ -158,8 +163,8 @@ def fail_load(world: World, rid: str, cause: FailureCause) -> None:
 def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
     worlds: Any, tmp_path: Path, cause: FailureCause
 ) -> None:
-    """After a failed GDS load, pages are promised and loaded through host memory. The exception is a load that was too
-    late: the next load may be too late as well, so nothing is promised for a while.
+    """After a failed GDS load, flexkv promises pages and loads them through host memory. The exception is a load that
+    was too late. The next load may be too late as well, so nothing is promised for a while.
     """
     world, contents = restarted(worlds, tmp_path)
     world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
@@ -182,7 +187,9 @@ def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
 def test_an_offload_by_two_ways_ends_with_the_last_of_them(
     worlds: Any, tmp_path: Path, last_fails: bool
 ) -> None:
-    """Pages whose copy on disk is being read are stored in host memory, the others directly on disk."""
+    """An offload that stores some pages in host memory and others directly on disk ends when both ops have ended. Pages
+    whose copy on disk is being read go to host memory, the others directly to disk.
+    """
     world, _ = restarted(worlds, tmp_path, disk__gds_stores=True)
     straight = world.cache.manager.tiers[1].straight
     assert straight is not None
@@ -209,8 +216,8 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
 def test_promises_of_one_forward_wait_for_the_disk_together(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
 ) -> None:
-    """The engine does nothing else during the wait. If one load of a forward pass is lost, all of them are, so it would
-    be useless to wait again.
+    """All loads of one forward pass share one time limit for waiting, because the engine does nothing else during the
+    wait. If one load of a forward pass is lost, all of them are, so it would be useless to wait again.
     """
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []

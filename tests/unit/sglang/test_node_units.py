@@ -1,4 +1,4 @@
-"""The number of ranks that share a node, for each of the ways in which SGLang splits a model."""
+"""flexkv counts the ranks that share a node correctly for each of the ways in which SGLang splits a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexkv.adapters.sglang.node_units import units_on_node
         (1, 8, 1, 1, 8),
         (4, 2, 1, 1, 8),
         (2, 2, 2, 1, 8),
-        # There are two nodes, and the ranks of a replica are spread over both.
+        # On two nodes, the ranks of a replica are spread over both nodes.
         (1, 16, 1, 2, 8),
         (2, 16, 1, 2, 16),
         (1, 8, 2, 2, 8),

@@ -185,8 +185,9 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
 
 
 def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
-    """The second engine has read the other unit's index at its start, so it does not know what was overwritten later.
-    It notices because each page on disk identifies itself.
+    """A page that its unit has overwritten is a miss for other engines. The second engine has read the first unit's
+    index at its start, so it does not know what was overwritten later. It notices the change because each page on disk
+    identifies itself.
     """
     slots = {"disk__bytes_per_folder": 3 * 8192}
     one = start(sglang(), **slots)
@@ -209,7 +210,7 @@ def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -
         files = [path for path in sorted((tmp_path / "disk").rglob("*")) if path.is_file()]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
-    # The index has rows beyond the end of a truncated slab. Only the slab's own unit may drop these rows.
+    # The slab is truncated, so its index has rows beyond the slab's end. Only the slab's own unit may drop these rows.
     [slab] = (tmp_path / "disk").rglob("*.slab")
     with open(slab, "r+b") as file:
         file.truncate(slab.stat().st_size // 2)
@@ -256,7 +257,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     assert other.find(PAGES) == 0
     assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
-    # Now the page arrives. It is discarded, because its slot may already belong to another page.
+    # Let the page arrive. The reader discards it, because the page's slot may already belong to another page.
     hangs.set()
     other.close()
     assert "was not read within" in brought[0]
@@ -281,14 +282,16 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
     assert other.cache.manager.work.moving
     other.cache.close()
     assert not other.cache.manager.work.moving, "what hangs was given up"
-    # By the time the read goes on, the host slots are free or hold other pages.
+    # When the read continues, the host slots are already free or hold other pages.
     hangs.set()
     assert ended.wait(60)
     assert brought[0].startswith("closed, and a page was not read within")
 
 
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
-    """After a reset, only the engine's own process knows to which weights its pages belong."""
+    """Pages that a unit stores after a reset are not used by other engines, because only the unit's own process knows
+    to which weights these pages belong.
+    """
     one = start(sglang())
     one.cache.manager.reset()
     one.store(PAGES, FROM)

@@ -54,7 +54,9 @@ class HeldReads:
 
 @pytest.fixture
 def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, PageBatches, HeldReads]]:
-    """A world in which pages 1 to 3 are only on disk, and reads from disk are held back."""
+    """Makes a world (one rank's pool and cache) in which pages 1 to 3 are only on disk, and reads from disk are held
+    back.
+    """
     settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
     first = worlds(**settings)
     first.store(hashes_of(1, 2, 3), [1, 2, 3])
@@ -71,7 +73,7 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
 
 @contextmanager
 def in_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """A context that runs `call` in a thread. After the block, the yielded list contains the call's result."""
+    """Runs `call` in a thread during the `with` block. After the block, the yielded list contains the call's result."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()
@@ -144,8 +146,8 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
 def test_a_load_that_did_not_run_costs_its_own_pages_alone(
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, fails_requests: bool
 ) -> None:
-    """Each page of a batch has a result of its own. The control: an engine that ends requests whose load fails is
-    promised nothing for a while.
+    """If a load of some pages of a batch cannot run, only these pages fail; other pages are still promised. In the
+    control, the engine ends requests whose load fails, so nothing is promised for a while.
     """
     world = worlds(fails_requests=fails_requests, load__deadline_s=0.5)
     batches = PageBatches(world.cache, LONG_S)

@@ -1,4 +1,6 @@
-"""Loads and offloads of one rank: the bytes are right, leases end, the order is kept, and losses are reported."""
+"""Tests loads and offloads of one rank: the bytes are right, leases end, the order is kept, and lost pages are
+reported.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def test_a_batch_of_more_requests_than_queue_places_is_loaded(worlds):
 
 
 def test_layers_of_a_batch_of_which_the_lanes_have_forgotten_graphs(worlds):
-    """Lanes remember only the last 256 graphs whose results were taken, and this batch has more."""
+    """A batch with more graphs than the lanes remember is loaded layer by layer. Lanes remember only the last 256
+    graphs whose results were taken.
+    """
     world = worlds()
     world.store(hashes_of(1), [1])
     keys = world.cache.keys(hashes_of(1))
@@ -153,7 +157,7 @@ def test_a_page_that_does_not_verify_is_no_hit_and_then_a_miss(worlds):
 
 
 def test_an_offload_without_room_completes_without_storing(worlds):
-    # There are two slots. Both are promised to a request, so neither page can be evicted.
+    # There are two slots. Both are promised to a request, so neither of their pages can be evicted.
     world = worlds(host__bytes=2 * 4096, host__extent_bytes=2 << 20)
     assert world.store(hashes_of(1, 2), [1, 2])
     assert world.cache.match("r", world.cache.keys(hashes_of(1, 2)), WAIT_S) == 2
@@ -168,7 +172,7 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
         world.offloads.add(world.cache.keys(hashes_of(number)), blocks([number]), None)
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
-    # Makes the first offload count as in flight again, so the offloads after it must wait.
+    # The first offload counts as in flight again, so the offloads after it must wait.
     first.in_flight = 1
     assert second.in_flight == third.in_flight == 0
     assert world.offloads.completed() == 0
@@ -233,7 +237,9 @@ def test_leases_that_are_never_followed_up_expire(worlds):
 
 
 def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
-    """The engine ends requests whose load failed, and may use their names for new requests."""
+    """When a request ends, its failed load is forgotten. The engine ends requests whose load failed, and may use their
+    names for new requests.
+    """
     late = testing_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
     world = worlds(
         testing_ext.FaultyMover(c_ext.HostMover(), [late]),
@@ -348,7 +354,7 @@ def test_a_refused_cache_holds_no_folder(
 
     with monkeypatch.context() as broken:
         broken.setattr(rank_cache, "MetricReport", fails)
-        # The exception's traceback refers to all objects that the start has made.
+        # The exception stays referenced, and its traceback refers to all objects that the start has made.
         with pytest.raises(RuntimeError) as caught:
             worlds(**settings)
     world = worlds(**settings)
@@ -373,7 +379,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def lose(world: World, count: int) -> None:
-    """Starts batches of loads for one request, whose pages are missing."""
+    """Starts batches of loads for one request. The pages of these loads are missing, so every load fails."""
     for number in range(count):
         index = world.loads.start(
             {"r": QueuedLoad(world.cache.keys(hashes_of("gone", number)), blocks([1, 2]))}, None

@@ -1,4 +1,4 @@
-"""A fixture that makes engines of one rank and closes them after the test."""
+"""Makes engines of one rank and closes them after the test."""
 
 from __future__ import annotations
 

@@ -105,14 +105,14 @@ class Executor:
         if scheduler is not None and version.waits:
             scheduler.wait_for_initialization()
 
-    # --- what a test does ---
+    # --- actions of a test ---
 
     def add(self, request: Request) -> Request:
         self.requests.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends the request in its present state, as when its client has disconnected."""
+        """Ends the request in its present state, as if its client had disconnected."""
         if request.state != "done" and request.state != "saving":
             self._finish(request)
 
@@ -212,8 +212,8 @@ class Executor:
         return self.version.scheduler_output(new_requests=new, cached_requests=cached)
 
     def loaded_in_step(self, request: Request) -> bool:
-        """Whether the request was matched by a lookup of this iteration. Only in this case does its first report not
-        count the matched tokens.
+        """Returns whether the request was matched by a lookup of this iteration. Only in this case does the request's
+        first report not count the matched tokens.
         """
         return (
             request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)

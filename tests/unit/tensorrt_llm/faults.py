@@ -10,7 +10,7 @@ from tests import testing_ext
 
 
 class Faults:
-    """Makes a mover that follows one fault rule. `mover` is the last one made."""
+    """Makes movers that follow one fault rule. `mover` is the mover that was made last."""
 
     def __init__(self, action: int, kind: OpKind, times: int = -1, **where: Any) -> None:
         self._rule = testing_ext.FaultRule(action, kind=int(kind), times=times, **where)

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def check(generation: str) -> dict[str, Any]:
-    """Runs prompts through the executor, which makes the calls of this generation. Returns the results."""
+    """Runs prompts through an executor that makes the calls of this generation. Returns the results."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker, api
     from tests.unit.tensorrt_llm.executor import Version
     from tests.unit.tensorrt_llm.world import PROMPT, World
@@ -56,7 +56,7 @@ def check(generation: str) -> dict[str, Any]:
 
 
 def other_signatures(package: Any) -> list[str]:
-    """Methods of the package's classes whose parameters flexkv's methods do not accept."""
+    """Returns the methods of the package's classes whose parameters flexkv's methods do not accept."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 
     odd = []

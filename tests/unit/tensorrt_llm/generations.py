@@ -82,7 +82,8 @@ FIELDS = {
         new_block_ids_by_layer_group: list = field(default_factory=list)
         """,
 }
-# Methods that have defaults in a generation. G3's defaults raise or do nothing, so a connector needs its own methods.
+# Methods for which a generation's base class has defaults. G3's defaults raise or do nothing, so a connector needs its
+# own methods.
 WORKER_DEFAULTS = {
     "g1": "",
     "g2": "",

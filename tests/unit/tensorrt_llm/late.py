@@ -1,4 +1,4 @@
-"""Orders that reach a rank later than the messages of its engine."""
+"""Delays orders, so that they reach a rank later than the messages of its engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Replaces a rank's wire. Keeps incoming orders back until they are released, like a socket that is slower than the
-    engine's own messages. Does not change the order of the orders.
+    """Replaces a rank's wire. Keeps incoming orders back until the test releases them, like a socket that is slower
+    than the engine's own messages. Does not change the sequence of the orders.
     """
 
     def __init__(self, world: World) -> None:

@@ -24,7 +24,7 @@ def run_pair(script: Script, environment: dict[str, str], **options: Any) -> lis
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     result, result_there = context.Pipe(duplex=False)
-    # The connector of both processes reads its settings from the environment.
+    # The connectors of both processes read their settings from the environment.
     saved = dict(os.environ)
     os.environ.update(settings(**environment))
     try:

@@ -75,7 +75,7 @@ class Pool:
         )
 
     def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
-        """The numbers expected at token positions [first, end), as [layers, kv, heads, positions, size]."""
+        """Returns the numbers expected at token positions [first, end), as [layers, kv, heads, positions, size]."""
         s = self.shape
         chain = np.empty(end, np.uint32)
         state = (request.secret * 2654435761 + self.rank * 40503 + 17) & 0xFFFFFFFF
@@ -95,7 +95,7 @@ class Pool:
             self.words[block, :, :, :, position % self.shape.tokens] = truth[:, :, :, position - first]
 
     def wrong(self, request: Request, end: int) -> list[int]:
-        """Positions before `end` whose numbers are wrong."""
+        """Returns the positions before `end` whose numbers are wrong."""
         truth = self.truth(request, 0, end)
         return sorted(
             {
@@ -106,8 +106,8 @@ class Pool:
         )
 
     def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """Positions whose numbers are wrong in one layer. `truth` contains the expected numbers of all positions to
-        compare, which begin at 0.
+        """Returns the positions whose numbers are wrong in one layer. `truth` contains the expected numbers of all
+        positions to compare, which begin at 0.
         """
         s, end = self.shape, truth.shape[3]
         here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
@@ -116,7 +116,7 @@ class Pool:
 
 
 def layout_of(pool: Pool, window: int | None = None, groups: int = 1) -> Any:
-    """A layout that describes the pool as one region with K and V of every layer."""
+    """Returns a layout that describes the pool as one region with K and V of every layer."""
     s = pool.shape
     size = s.layers * s.kv * s.heads * s.tokens * s.size * 4
     buffers = tuple(

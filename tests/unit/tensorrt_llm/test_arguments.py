@@ -1,5 +1,5 @@
-"""Arguments that flexkv refuses, with the reasons; and the pool's geometry, which is read from the tensor and checked
-against the arguments.
+"""Tests the arguments that flexkv refuses, with the reasons, and the pool's geometry. flexkv reads the geometry from
+the tensor and checks it against the arguments.
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def test_layouts_are_refused() -> None:
 
 
 def test_other_roles_stay_opaque() -> None:
-    """A region that contains a buffer with an unknown role is copied as a whole, and never converted."""
+    """A region that contains a buffer with an unknown role is copied as a whole. Its bytes are never converted to
+    another engine's order.
+    """
     layout = layout_of(Pool(Shape(), 0))
     for buffer in layout.groups[0].regions[0].buffers[:1]:
         buffer.role = "index_key"
@@ -181,7 +183,9 @@ def test_what_changes_kv_changes_the_namespace() -> None:
 
 @pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_windows_and_random_weights_change_the_namespace(scheme: str) -> None:
-    """A layer's KV depends on the tokens to which the layers before it attend."""
+    """Attention windows and random weights change the keys' namespace. A layer's KV depends on the tokens to which the
+    layers before it attend.
+    """
     settings = load_config({"identity.model": "m", "keys.scheme": scheme}, {})
 
     def keys(**given: Any) -> bytes:
@@ -194,7 +198,7 @@ def test_windows_and_random_weights_change_the_namespace(scheme: str) -> None:
         keys(load_format="dummy"),
     ]
     assert len({keys(), *others}) == 5
-    # Control: the same window for each of several layers is the same window.
+    # The control: a list with the same window for each of several layers means one window for all.
     assert keys(cache={"max_attention_window": [512, 512]}) == others[0]
     assert keys(cache={"max_attention_window": None}) == keys()
     assert keys(cache={"max_attention_window": [512]}, max_seq_len=512) == keys(max_seq_len=512)
@@ -202,7 +206,9 @@ def test_windows_and_random_weights_change_the_namespace(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["engine", "common"])
 def test_kernels_and_files_change_the_namespace(tmp_path: Path, scheme: str) -> None:
-    """With quantised weights, some kernels quantise their inputs."""
+    """The kernels for quantised weights and the files that the engine reads change the keys' namespace. With quantised
+    weights, some kernels also quantise their inputs.
+    """
     settings = load_config({"identity.model": "m", "keys.scheme": scheme}, {})
     folder = model(tmp_path, **LLAMA)
 
@@ -234,7 +240,9 @@ def test_kernels_and_files_change_the_namespace(tmp_path: Path, scheme: str) -> 
 def test_attention_backends_are_in_the_keys_of_quantised_kv(
     cache: str, quantised: str | None, apart: int
 ) -> None:
-    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    """For quantised KV, the attention backend is part of the keys, because some backends quantise the queries too. For
+    other KV it is not: the backends differ only in the order of summation.
+    """
     settings = load_config({"identity.model": "m"}, {})
     given: dict[str, Any] = {
         "cache": {"dtype": cache},

@@ -1,4 +1,4 @@
-"""The engine hands back a promise, completely or in part, before or during its load."""
+"""The engine hands back a promise, completely or in part, before or during the promised load."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(0, 1000)], []),
     ([(0, 8)], [2, 3, 4, 5, 6]),
     ([(20, WHOLE)], [0, 1, 2, 3, 4]),
-    # A block that is handed back only in part is still loaded.
+    # If a block is handed back only in part, it is still loaded.
     ([(0, 10)], [2, 3, 4, 5, 6]),
     ([(22, WHOLE)], [0, 1, 2, 3, 4, 5]),
     ([(20, WHOLE), (0, 8)], [2, 3, 4]),
     ([(0, 8), (20, WHOLE)], [2, 3, 4]),
     ([(0, 16), (16, WHOLE)], []),
-    # If two ranges meet inside a block, they hand the complete block back.
+    # If two ranges that are handed back meet inside a block, the complete block is handed back.
     ([(0, 10), (10, WHOLE)], []),
     ([(10, WHOLE), (0, 10)], []),
     ([(0, 10), (8, WHOLE)], []),
@@ -66,7 +66,9 @@ def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int
 
 
 def filled(world: World, request: Request) -> list[int]:
-    """Indexes of the request's blocks that hold the right numbers. Checks that all other blocks still hold garbage."""
+    """Returns the indexes of the request's blocks that hold the right numbers. Checks that all other blocks still hold
+    garbage.
+    """
     truth = world.executor.pool.truth(request, 0, WHOLE)
     found = []
     for ordinal, block in enumerate(request.blocks[:BLOCKS]):
@@ -84,8 +86,8 @@ def filled(world: World, request: Request) -> list[int]:
 def test_what_is_handed_back_is_not_written(
     make_world: Make, mode: str, ranges: list[tuple[int, int]], loaded: list[int]
 ) -> None:
-    """The engine hands back the part of a promise that it has meanwhile found in its own cache. Other requests may read
-    these blocks, so the load must not write to them.
+    """A load does not write to the blocks that the engine has handed back. The engine hands back the part of a promise
+    that it has meanwhile found in its own cache, and other requests may read these blocks.
     """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode})
     request, blocks = promised(world)
@@ -126,8 +128,8 @@ def test_an_engine_that_takes_a_part_computes_the_rest(
 
 
 def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> None:
-    """After the engine has handed the promise back, it computes the prompt. It may still name the promised load to the
-    rank and wait for it.
+    """After the engine has handed a complete promise back and computed the prompt, no record of the promise is left.
+    The engine may still name the promised load to the rank and wait for it.
     """
     world = stored(make_world)
     world.executor.kept = lambda tokens: 0
@@ -161,8 +163,9 @@ def test_a_load_in_flight_is_taken_back_whole(make_world: Make) -> None:
 
 
 def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make) -> None:
-    """The engine hands back a part of the promise, and counts the rest as loaded when the rank returns the load's id.
-    If flexkv dropped the load, the engine would count blocks as loaded although their load failed.
+    """If the engine hands back a part of a load that fails, the rank does not report the load as done until the rest is
+    handed back. The engine counts the rest as loaded when the rank returns the load's id, so an early report would make
+    it use blocks whose load failed.
     """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
@@ -177,8 +180,9 @@ def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make)
 
 
 def test_a_load_in_flight_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
-    """The load fails, so the rank returns it only after the engine has handed all of it back. The two ranges meet
-    inside a block."""
+    """When the engine has handed back all of a load in flight in two ranges, the rank returns the load's id although
+    the load failed. The two ranges meet inside a block.
+    """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -192,7 +196,9 @@ def test_a_load_in_flight_that_is_taken_back_in_two_pieces_is_awaited_no_more(ma
 
 
 def test_a_promise_outlives_its_lease(make_world: Make) -> None:
-    """The engine may keep an offer for many steps before it has memory for the blocks."""
+    """A promise is kept after its lease has expired, because the engine may keep a promise for many steps before it has
+    memory for the blocks.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.ranks.unit.manager
@@ -224,7 +230,9 @@ def expire(manager: Any) -> None:
 
 
 def test_an_engine_with_memory_for_less_than_it_was_promised(make_world: Make) -> None:
-    """The engine provides blocks only for the first chunk, and computes the tokens after them."""
+    """If the engine provides fewer blocks than were promised, only these blocks are loaded. The engine provides blocks
+    for the first chunk, and computes the tokens after them.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks[:3])

@@ -1,4 +1,4 @@
-"""Requests that are cancelled or reset, and ranks whose scheduler has ended. Every block goes back to the engine."""
+"""Requests are cancelled or reset, and ranks lose their scheduler. In all cases every block goes back to the engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_request_that_is_cancelled_while_it_loads(make_world: Make) -> None:
 
 
 def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None:
-    """Only the blocks that were computed are stored."""
+    """If a request is cancelled while it computes, only its computed blocks are stored."""
     world = make_world(chunk=6)
     world.warm_up()
     request = world.request(PROMPT)
@@ -53,7 +53,9 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None
 def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
     make_world: Make,
 ) -> None:
-    """No forward pass will read the blocks of the load, so other requests need not wait for it."""
+    """Other requests do not wait for a cancelled request whose load still waits for a queue entry, because no forward
+    pass will read the load's blocks.
+    """
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, {"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
     first = world.request(PROMPT)
@@ -135,8 +137,8 @@ def _preempted(world: World) -> float:
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
     make_world: Make,
 ) -> None:
-    """The engine has paused the request and looks it up again. The client disconnects before the next forward pass, so
-    the new blocks hold no KV.
+    """If the engine paused a request and gave it new blocks, these blocks are not stored when the client disconnects
+    before the next forward pass. They hold no KV yet.
     """
     world = make_world()
     world.warm_up()
@@ -150,8 +152,8 @@ def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(make_world: Make, ended: bool) -> None:
-    """The request ends, or loses its blocks, before the step that would load. By then its blocks belong to another
-    request.
+    """A planned load is dropped if its request ends, or loses its blocks, before the step that would load. At that step
+    the blocks already belong to another request.
     """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     manager = world.scheduler.side.ranks.unit.manager

@@ -1,5 +1,6 @@
-"""Loads and stores that bypass host memory, between disk and the engine's pool. The user must enable them by name,
-because a page that fails to load costs its request."""
+"""Tests loads and stores that bypass host memory, between disk and the engine's pool. The user must enable them by
+name, because a page that fails to load costs its request.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def settings(
 
 
 def restarted(make_world: Make, environment: dict[str, str]) -> World:
-    """A world in which PROMPT is only on disk."""
+    """Makes a world in which PROMPT is only on disk."""
     eager = arguments(cuda_graph_config=None)
     stored(make_world, environment, llm_args=eager).close()
     world: World = make_world(environment, llm_args=eager)
@@ -42,7 +43,9 @@ def restarted(make_world: Make, environment: dict[str, str]) -> World:
 
 
 def counts(world: World) -> tuple[int, int]:
-    """The number of pages that were loaded, and the number stored, without passing through host memory."""
+    """Returns the number of pages that were loaded, and the number that were stored, without passing through host
+    memory.
+    """
     assert world.scheduler is not None
     disk = world.scheduler.side.ranks.unit.manager.tiers[1].counts  # type: ignore[attr-defined]
     return disk.gds_read, disk.gds_written
@@ -70,7 +73,7 @@ def test_blocks_on_disk_are_loaded_without_host_memory(
 def test_host_blocks_and_those_on_disk_in_one_load(make_world: Make, tmp_path: Path, mode: str) -> None:
     world = restarted(make_world, settings(tmp_path, mode))
     assert world.hit(world.serve(PROMPT[:13])) == 12
-    # Blocks that were loaded are then stored in host memory like computed blocks.
+    # After a load, the loaded blocks are stored in host memory like computed blocks.
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert counts(world)[0] == BLOCKS
     world.check()
@@ -93,7 +96,7 @@ def test_a_load_between_steps_that_fails_is_never_reported_as_loaded(
         world.executor.step()
     assert request.state != "done", "it waits until it is cancelled"
     assert world.executor.wrong == [], "no forward has read its blocks"
-    # Other requests are not affected.
+    # The failed load does not affect other requests.
     world.serve_beside([9_000 + n for n in range(30)])
     world.executor.cancel(request)
     world.executor.run()

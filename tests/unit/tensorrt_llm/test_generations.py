@@ -1,4 +1,4 @@
-"""For each generation of the connector's interface, flexkv finds the package, derives from its classes, and accepts its
+"""flexkv finds the package of each generation of the connector's interface, derives from its classes, and accepts its
 calls.
 """
 
@@ -50,14 +50,15 @@ def test_the_connector_runs_in_each_generation(tmp_path: Path, generation: str) 
     assert found["module"] == MODULES[generation]
     assert found["bases"] == [True, True]
     assert found["other signatures"] == []
-    # Each tenant's prompt is first computed, then served. In G3, the engine also hands half of a promise back.
+    # Each tenant's prompt is first computed, then served from the cache. In G3, the engine also hands half of a promise
+    # back.
     half = [WHOLE // 2] if generation == "g3" else []
     assert found["hits"] == [0, WHOLE] * 3 + half
 
 
 @pytest.fixture
 def found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in which this process can find a package. After the test, the process forgets the package."""
+    """Makes a folder in which this process can find a package. After the test, the process forgets the package."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
@@ -84,8 +85,8 @@ def test_without_the_package_launchers_say_the_rank(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_broken_installation_is_said(found_here: Path) -> None:
-    """A module that the package imports is missing. Without an error, the connector's classes would get other base
-    classes.
+    """If a module that the package imports is missing, the import fails. Without an error, the connector's classes
+    would get wrong base classes.
     """
     write_package(found_here, "g1")
     [module] = found_here.rglob("kv_cache_connector.py")

@@ -1,4 +1,4 @@
-"""Ranks accept only steps of the scheduler that they joined, and a scheduler accepts only reports of its own ranks."""
+"""Ranks accept only steps of the scheduler that they joined. A scheduler accepts only reports of its own ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def until(world: World, done: Callable[[], bool]) -> None:
 
 
 def planned_step(world: World, request: Any, blocks: list[int]) -> Any:
-    """The metadata of a step that loads what was promised to the request."""
+    """Returns the metadata of a step that loads the promised blocks of the request."""
     assert world.scheduler is not None
     world.scheduler.update_state_after_alloc(request, blocks)
     nothing = type("Output", (), {"new_requests": [], "cached_requests": []})
@@ -79,8 +79,8 @@ def planned_step(world: World, request: Any, blocks: list[int]) -> Any:
 
 @pytest.mark.parametrize("ahead", [0, 1000], ids=["steps-behind", "steps-ahead"])
 def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make, ahead: int) -> None:
-    """The step is refused even if its number is one that was already carried out. If such a step were skipped instead,
-    the forward pass would read garbage.
+    """A step of another scheduler is refused, even if its number is one that was already carried out. If such a step
+    were skipped instead, the forward pass would read garbage.
     """
     one, other = stored(make_world, SYNC), stored(make_world, SYNC)
     request, blocks = promised(other)
@@ -91,7 +91,7 @@ def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make,
     assert np.array_equal(pool_of(one), before)
     assert refused(one.worker.side.counters, "orders") == 1
     assert one.hit(one.serve(PROMPT)) == WHOLE
-    # The other engine loses nothing, because its own rank carries the step out.
+    # The other engine loses nothing, because its own rank carries out the refused step.
     other.worker.side.start(step)
 
 
@@ -199,7 +199,9 @@ def test_strangers_are_bounded() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, own: bool) -> None:
-    """With `own`, the control, a rank of this unit reports, so the slots are freed and the pages are published."""
+    """A report of another unit frees no slot and publishes no page. With `own`, the control, a rank of this unit
+    reports, so the slots are freed and the pages are published.
+    """
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
     world.warm_up()
@@ -225,7 +227,9 @@ def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, 
 def test_a_rank_whose_pool_was_replaced_takes_no_grant_for_the_old_one(
     make_world: Make, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
 ) -> None:
-    """The rank registers another pool between its first report and the grant."""
+    """A rank whose pool was replaced refuses a grant for the old pool. In this test, the rank registers another pool
+    between its first report and the grant.
+    """
     world = make_world()
     joined = WorkerSide._join
 

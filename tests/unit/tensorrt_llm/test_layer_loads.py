@@ -1,5 +1,5 @@
-"""Layerwise loads, for which the forward pass waits at each layer; forward passes that do not call the layers' hooks;
-and forward passes that fail midway.
+"""Tests layerwise loads, for which the forward pass waits at each layer. Some forward passes do not call the layers'
+hooks, and some fail midway.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ MORE = 68
 
 
 def eager() -> Any:
-    """Arguments with which every forward pass calls the hooks of its layers."""
+    """Returns arguments with which every forward pass calls the hooks of its layers."""
     return arguments(cuda_graph_config=None)
 
 
 def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **options: Any) -> World:
-    """A world that has stored PROMPT, and whose forward passes wait at each layer for their loads."""
+    """Makes a world that has stored PROMPT, and whose forward passes wait at each layer for their loads."""
     return stored(make_world, environment, **({"llm_args": eager()} | options))
 
 
 @pytest.mark.parametrize(("ranks", "hooked"), [(1, True), (2, False)])
 def test_with_several_ranks_loads_end_before_the_forward(ranks: int, hooked: bool) -> None:
-    """With several ranks, a rank whose load fails in a layer could not tell the others before they sample."""
+    """With several ranks, loads end before the forward pass. A rank whose load fails in a layer could not tell the
+    other ranks before they sample.
+    """
     given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
     assert SchedulerSide(load_config({}, TRUSTING), given).by_layer is hooked
 
@@ -114,7 +116,9 @@ def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
 def test_where_hooks_may_not_fire_loads_end_before_the_forward(
     make_world: Make, llm_args: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The test makes early reads visible: hooks are never called, and the copies of every layer are slow."""
+    """If the engine may not call the hooks of its layers, loads end before the forward pass. To make early reads
+    visible, this test never calls the hooks, and slows the copies of every layer.
+    """
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = by_layer(make_world, llm_args=llm_args, hooks=False, movers=slow)
     assert "may run without the hooks of its layers" in caplog.text
@@ -145,7 +149,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
     assert len(request.tokens) == len(LONGER)
     end_failed(world)
     rest_over(world)
-    # From now on, loads end before the forward pass. Nothing that the failed step computed was stored.
+    # From this step on, loads end before the forward pass. Nothing that the failed step computed was stored.
     assert world.hit(world.serve(LONGER)) == WHOLE
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()
@@ -167,7 +171,7 @@ def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int
 
 
 class BrokenForwardError(Exception):
-    """Raised by a forward pass in these tests."""
+    """Raised in these tests to interrupt a forward pass."""
 
 
 def break_at(world: World, layer: int) -> None:
@@ -185,8 +189,8 @@ def break_at(world: World, layer: int) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> None:
-    """The engine ends the requests as if the step had run. Without a check, blocks that were never written would be
-    stored under the prompt's keys.
+    """If a forward pass raises, nothing is stored. The engine ends the requests as if the step had run. Without a
+    check, blocks that were never written would be stored under the prompt's keys.
     """
     world = make_world({"FLEXKV_LOAD_MODE": mode}, llm_args=eager())
     world.warm_up()
@@ -202,7 +206,9 @@ def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> N
 
 @pytest.mark.parametrize("breaks", [True, False])
 def test_a_request_that_had_begun_before_a_broken_step_is_not_stored(make_world: Make, breaks: bool) -> None:
-    """The request was not even in the broken step. The control: the step ends, and the request is stored."""
+    """If a step's forward pass raises, a request that began in an earlier step is not stored either, although it had no
+    tokens in the failed step. In the control, the step ends, and the request is stored.
+    """
     world = make_world()
     world.warm_up()
     request, other = Request(900, list(PROMPT)), Request(901, list(PROMPT))

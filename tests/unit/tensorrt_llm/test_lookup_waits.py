@@ -1,4 +1,6 @@
-"""A lookup may wait for reads from the tiers behind host memory, but only for a limited time, and for nothing else."""
+"""A lookup may wait for reads from the tiers behind host memory, but only for a limited time. It waits for nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ class Clock:
 
 
 def settle(world: World) -> None:
-    """Polls until nothing is in flight in the tiers behind host memory."""
+    """Polls until no op is in flight in the tiers behind host memory."""
     assert world.scheduler is not None
     ends_s = time.monotonic() + LONG_WAIT_S
     while world.scheduler.side.ranks.unit.busy:
@@ -90,7 +92,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def after_a_restart(make_world: Make, folder: Path, wait_s: float) -> World:
-    """A world in which PROMPT is only on disk."""
+    """Makes a world in which PROMPT is only on disk."""
     stored(make_world, disk(folder, wait_s)).close()
     world: World = make_world(disk(folder, wait_s))
     world.warm_up()
@@ -138,7 +140,7 @@ def test_the_lookups_of_a_step_wait_for_a_bounded_time_together(
     for _ in range(3):
         assert lookup(world) == 0
     assert clock.slept_s - before_s == pytest.approx(WAIT_S, abs=2 * waiting_lookup.READ_LOOK_S)
-    # The lookup of the next step may wait again. Here the read ends in the middle of that wait.
+    # The lookup of the next step may wait again. In this step the read ends in the middle of the wait.
     world.serve([40_000, 1, 2], new_tokens=1)
     half_s = clock.slept_s + WAIT_S / 2
 

@@ -1,4 +1,4 @@
-"""The executor gets pages that are on disk in SGLang's order, and checks every number that it reads."""
+"""The executor loads pages that are on disk in the order of SGLang's pool, and checks every number that it reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAGES = WHOLE // SHAPE.tokens
 
 
 def over_sglangs_pages(make_world: Make, folder: Path, spoiled: bool) -> World:
-    """A world whose host memory has fetched pages from disk that were stored in the order of SGLang's pool."""
+    """Makes a world whose host memory has fetched pages from disk that were stored in the order of SGLang's pool."""
     given = arguments(model=write_model(folder, SHAPE.size, SHAPE.layers))
     common = {
         "FLEXKV_KEYS_SCHEME": "common",
@@ -57,7 +57,7 @@ def test_what_sglang_stored_is_loaded(make_world: Make, tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_would_be_seen(make_world: Make, tmp_path: Path) -> None:
-    """The control: one number of one page on disk is wrong."""
+    """The control: if one number of one page on disk is wrong, the executor notices it."""
     world = over_sglangs_pages(make_world, tmp_path, spoiled=True)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert world.executor.wrong
@@ -71,7 +71,7 @@ def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, 
     config = load_config(None, {**{k: v for k, v in os.environ.items() if k == "PATH"}, **settings(**common)})
     words = torch.zeros(2, s.layers, (PAGES + 1) * s.tokens, s.heads, s.size, dtype=torch.int32)
     truth = Pool(s, 0).truth(Request(1, list(PROMPT)), 0, WHOLE).astype(np.uint32)
-    # From [layers, K and V, heads, positions, size] to [K and V, layers, slots, heads, size]; page 0 is reserved.
+    # Converts [layers, K and V, heads, positions, size] to [K and V, layers, slots, heads, size]. Page 0 is reserved.
     words[:, :, s.tokens :] = torch.from_numpy(truth.view(np.int32).copy()).permute(1, 0, 3, 2, 4)
     if spoiled:
         words[1, 2, 3 * s.tokens + 1, 0, 5] += 1

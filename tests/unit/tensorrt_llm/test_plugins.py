@@ -1,4 +1,6 @@
-"""Plugins beside TensorRT-LLM's connector look up what the executor has stored. They end when the connector ends."""
+"""Plugins beside TensorRT-LLM's connector look up what the executor has stored. The plugins end when the connector
+ends.
+"""
 
 from __future__ import annotations
 

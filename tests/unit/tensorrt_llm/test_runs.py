@@ -1,4 +1,4 @@
-"""The connector under a stand-in executor, which computes and loads blocks and checks every byte."""
+"""Tests the connector with a stand-in executor, which computes and loads blocks and checks every byte."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_fp8_blocks_are_moved_as_they_are(make_world: Make, tmp_path: Path, vers
 def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
     make_world: Make, tmp_path: Path, mode: str
 ) -> None:
-    """The model has 3 layers. The pool has 4, because one is the draft's. If a hit did not bring the draft's layer,
-    drafts would be computed from the block's former content.
+    """If the pool also holds a draft model's layers, loads bring these layers too. The model has 3 layers, and the pool
+    has 4, because one is the draft's. Without it, drafts would be computed from the block's former content.
     """
     draft = Shape(layers=SHAPE.layers + 1)
     model = write_model(tmp_path, head_dim=SHAPE.size, layers=SHAPE.layers)
@@ -86,7 +86,9 @@ def test_layers_of_a_draft_model_in_the_same_pool_come_with_the_others(
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode: str) -> None:
-    """A replayed CUDA graph does not call the hooks of its layers."""
+    """Loads that end before the forward pass do not need the hooks of the layers. A replayed CUDA graph does not call
+    these hooks.
+    """
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode}, hooks=False, movers=slow)
     assert world.hit(world.serve([*PROMPT, 5])) == WHOLE
@@ -95,7 +97,9 @@ def test_loads_that_end_before_the_forward_need_no_hooks(make_world: Make, mode:
 
 
 def test_worker_and_scheduler_are_made_at_once() -> None:
-    """The engine constructs the two classes in two threads, before it has a pool."""
+    """The scheduler class and the worker class can be made at the same time. The engine constructs them in two threads,
+    before it has a pool.
+    """
     ready = threading.Barrier(2)
 
     def make(kind: Any) -> Any:
@@ -179,8 +183,8 @@ def test_eviction_under_pressure(make_world: Make) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: str) -> None:
-    """The engine's own tests count in this way: three hooks once per forward pass, and layer hooks once per layer and
-    forward pass.
+    """The connector's hooks are called as often as the engine's own tests expect: three hooks once per forward pass,
+    and layer hooks once per layer and forward pass.
     """
     world = make_world({"FLEXKV_LOAD_MODE": mode})
     world.warm_up()
@@ -197,7 +201,7 @@ def test_hooks_are_called_as_often_as_the_engine_counts(make_world: Make, mode: 
 
 
 def test_the_driver_sees_wrong_bytes(make_world: Make) -> None:
-    """The control: if loads bring wrong bytes and nothing verifies them, the executor reports the wrong positions."""
+    """The control: if loads bring wrong bytes and no digest is verified, the executor reports the wrong positions."""
     rule = testing_ext.FaultRule(CORRUPT, kind=int(OpKind.H2D))
     world = stored(make_world, movers=lambda: testing_ext.FaultyMover(c_ext.HostMover(), [rule]))
     warm = world.serve(PROMPT)

@@ -1,5 +1,5 @@
-"""A request asks again after its load between steps was taken back. The engine identifies a load only by the request's
-id, and may name it to a rank before the rank has the order of the load.
+"""A request repeats its lookup after its load between steps was handed back. The engine identifies a load only by the
+request's id, and may name it to a rank before the rank has the order of the load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ First = Callable[[World, LateOrders, Request], None]
 
 
 def handed_back(world: World, late: LateOrders, request: Request) -> None:
-    """The engine hands the complete promise back before the request has blocks, and so waits for no load."""
+    """Hands the complete promise back before the request has blocks, so the engine waits for no load."""
     world.scheduler.cancel_load(request, 0, WHOLE)
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
@@ -36,13 +36,15 @@ def handed_back_and_reset(world: World, late: LateOrders, request: Request) -> N
 
 
 def handed_back_late_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The rank does not have the order of the first load yet when the engine names the second load."""
+    """Hands the promise back and resets the request while the rank has not received the first order. So the rank does
+    not have the first order when the engine names the second load.
+    """
     late.hold()
     handed_back_and_reset(world, late, request)
 
 
 def ordered_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The load is ordered. A reset takes the request's blocks before the engine has named the load to the rank."""
+    """Orders the load. A reset takes the request's blocks before the engine has named the load to the rank."""
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -59,7 +61,9 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The engine has no memory for the load. So the order contains no copy, and no rank reports its end."""
+    """Passes no blocks, as an engine without memory for the load. So the order contains no copy, and no rank reports
+    its end.
+    """
     world.scheduler.update_state_after_alloc(request, [])
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -77,8 +81,9 @@ FIRST: list[First] = [
 
 
 def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, list[int]]:
-    """The request asks again. If it is promised tokens, the engine names the load to the rank before the order arrives.
-    Returns the number of tokens promised, and the positions whose numbers are wrong when the rank reports the load.
+    """Looks the request up again. If the lookup promises tokens, the engine names the load to the rank before the order
+    arrives. Returns the number of promised tokens, and the positions whose numbers are wrong when the rank reports the
+    load.
     """
     tokens, is_async = world.scheduler.get_num_new_matched_tokens(request, 0)
     world.scheduler.update_state_after_alloc(request, request.blocks)
@@ -95,7 +100,7 @@ def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, li
 
 
 def end(world: World, request: Request) -> None:
-    """Ends the request. Checks that neither side keeps anything of it."""
+    """Ends the request. Checks that neither the scheduler nor the rank keeps a record of it."""
     requests = world.scheduler.side.ranks.requests
     assert requests[900].may_be_named, "ranks may have to do with its load yet"
     world_end(world, request)
@@ -125,8 +130,9 @@ def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: Fi
 def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
-    """The control: the scheduler forgets the request before the second load. (The case that is left out does not fail:
-    both orders are late, so the second replaces the first.)"""
+    """The control: if the scheduler forgets the request before the second load, the request gets garbage. The omitted
+    case does not fail, because both orders are late and the second replaces the first.
+    """
     world = stored(make_world)
     late = LateOrders(world)
     request, _ = promised(world)
@@ -138,8 +144,9 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
 
 
 def test_a_load_that_was_reset_in_flight_is_the_last(make_world: Make) -> None:
-    """The first load ends while the request asks again. Late messages about it could make the rank report a second load
-    that fails as loaded, so there is no second load.
+    """If a request was reset while its load was in flight, no second load is promised to it. The first load ends while
+    the request is looked up again. Late messages about the first load could make the rank report a failing second load
+    as done.
     """
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
@@ -162,8 +169,8 @@ def test_a_load_that_was_reset_in_flight_is_the_last(make_world: Make) -> None:
 
 
 def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> None:
-    """The engine still waits for the first load, until the request is cancelled. Meanwhile another request has stored
-    the page again.
+    """If a request's load failed, no other load is promised to it. The engine still waits for the first load, until the
+    request is cancelled. Meanwhile another request has stored the page again.
     """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     late = LateOrders(world)
@@ -179,8 +186,8 @@ def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> N
 
 
 def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None:
-    """The engine has paused the request. Every rank is done with the first order, so the second cannot be mistaken for
-    it.
+    """If a request's load succeeded, a second load may be promised to it, as after a pause. Every rank has completed
+    the first order, so the second order cannot be mistaken for the first.
     """
     world = stored(make_world)
     late = LateOrders(world)
@@ -196,7 +203,9 @@ def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None
 
 
 def ask_named(world: World) -> list[int]:
-    """Names the load to the rank. Waits until the rank has returned it and the scheduler knows that it has ended."""
+    """Names the load to the rank. Waits until the rank has returned the load's id and the scheduler knows that the load
+    has ended.
+    """
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
     while not loaded or world.scheduler.side.ranks.requests[900].load:

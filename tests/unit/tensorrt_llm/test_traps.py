@@ -1,4 +1,4 @@
-"""One test for each trap in TensorRT-LLM's connector interface."""
+"""Each test covers one trap in TensorRT-LLM's connector interface."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 
 def loaded_by(world: World, request_id: int) -> list[int]:
-    """Names the request's load to the worker. Returns the first ids that the worker returns as loaded."""
+    """Names the request's load to the worker. Returns the ids that the worker returns first as loaded."""
     ends_s = time.monotonic() + LONG_S
     loaded: list[int] = world.worker.get_finished([], [request_id])[1]
     while not loaded and time.monotonic() < ends_s:
@@ -45,8 +45,8 @@ def loaded_by(world: World, request_id: int) -> list[int]:
 
 
 def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
-    """If nothing is scheduled, the engine builds no metadata. A load that was ordered only in metadata would never
-    begin.
+    """An async load begins even if the engine builds no metadata, as when nothing is scheduled. A load that is ordered
+    only in metadata would never begin.
     """
     world = stored(make_world, version=Version(quiet=True))
     built = world.executor.calls["build_connector_meta"]
@@ -59,8 +59,8 @@ def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
 
 
 def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
-    """The engine names an id only once. If the load takes many iterations, the worker returns the id in a later
-    iteration, and only in that one.
+    """The worker remembers an id that the engine names only once. If the load takes many iterations, the worker returns
+    the id in a later iteration, and only in that one.
     """
     world, request, faults = stalled_load(make_world)
     steps(world)
@@ -75,8 +75,8 @@ def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
 
 
 def test_a_save_in_flight_keeps_its_blocks(make_world: Make) -> None:
-    """The executor fills freed blocks with garbage, so if the blocks were freed too early, the stored page would be
-    garbage.
+    """The blocks of a save in flight are not freed. The executor fills freed blocks with garbage, so if the blocks were
+    freed too early, the stored page would be garbage.
     """
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
@@ -125,8 +125,8 @@ def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None
 
 
 def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
-    """The interface has no way to report a failed load. The request waits until it is cancelled, and other requests
-    continue.
+    """A failed async load is not reported, because the interface has no way to report it. The request waits until it is
+    cancelled, and other requests continue.
     """
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request = world.request(PROMPT)
@@ -180,8 +180,8 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
 
 
 def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
-    """For a while, the pages are not promised to other requests either, because this engine ends a request whose load
-    fails. The pages themselves are good.
+    """A load that was too late is not promised to its request again. For a while, its pages are not promised to other
+    requests either, because this engine ends a request whose load fails. The pages themselves are good.
     """
     late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
     world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
@@ -211,8 +211,8 @@ def test_a_planned_load_that_its_reset_took_away_is_no_failed_one(
 
 
 def test_an_order_waits_for_its_id(make_world: Make) -> None:
-    """A slow rank may get an order before it has enqueued the forward pass that last used the blocks. So it copies
-    nothing until the engine names the load's id.
+    """A rank copies nothing for a load's order until the engine names the load's id. A slow rank may get the order
+    before it has enqueued the forward pass that last used the blocks.
     """
     world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL)))
     calls = faults.mover.calls
@@ -226,15 +226,15 @@ def test_an_order_waits_for_its_id(make_world: Make) -> None:
 
 
 def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
-    """The request's first report does not say how many tokens the engine took, so only blocks that are computed in any
-    case are stored.
+    """If the engine takes fewer tokens than were promised, only blocks that certainly have KV are stored. The request's
+    first report does not say how many tokens the engine took.
     """
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request = Request(900, [*PROMPT[:28], *range(500, 530)])
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)
     blocks = [world.executor.free.pop() for _ in range(15)]
     world.scheduler.update_state_after_alloc(request, blocks)
-    # The engine took 8 of the 28 tokens and computes 24 more in a chunk, so 32 of the 58 tokens have KV.
+    # The engine took 8 of the 28 promised tokens and computes 24 more in a chunk, so 32 of the 58 tokens have KV.
     said = SimpleNamespace(request_id=900, computed_position=0, num_scheduled_tokens=24)
     world.worker.bind_connector_meta(
         world.scheduler.build_connector_meta(SimpleNamespace(new_requests=[said], cached_requests=[]))

@@ -32,7 +32,7 @@ def test_both_ranks_load_their_heads() -> None:
 
 
 def test_latents_are_stored_once() -> None:
-    """With MLA, all ranks hold the same bytes. Only rank 0 stores them, and both ranks load them."""
+    """With MLA, all ranks hold the same bytes. Only rank 0 stores the bytes, and both ranks load them."""
     shape = Shape(blocks=12, kv=1, heads=1, tokens=64)
     assert run_pair(latent_hits, {}, shape=shape) == [128, 128]
 
@@ -49,7 +49,7 @@ stalling: list[Any] = []
 
 
 def stalls_on_rank_1() -> Any:
-    """Makes rank 1's first load stall until it is released. Rank 0's ends long before."""
+    """Makes rank 1's first load stall until it is released. The load of rank 0 ends long before."""
     if multiprocessing.parent_process() is None:
         return None
     rule = testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)
@@ -90,6 +90,6 @@ def corrupt_on_rank_1() -> Any:
 
 
 def test_wrong_bytes_of_one_rank_are_seen() -> None:
-    """The control for both tests: wrong bytes on rank 1 make a test fail."""
+    """The control for the tests above: wrong bytes on rank 1 make a test fail."""
     with pytest.raises(AssertionError, match="rank 1"):
         run_pair(hits, {}, movers=corrupt_on_rank_1)

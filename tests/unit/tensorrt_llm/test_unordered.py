@@ -1,4 +1,6 @@
-"""Requests were promised a load between steps that was never ordered, but their engine names the load to its ranks."""
+"""flexkv promised a load between steps to requests, but the load was never ordered. The engine still names the load to
+its ranks and waits for it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ def named(world: World, looks: int = 50) -> list[int]:
 
 
 def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
-    """Ends a request whose load the rank has not reported. Returns the ids that the rank returns as saved, and those
-    that it returns as loaded."""
+    """Ends a request whose load the rank has not reported. Returns the ids that the rank returns as saved, and the ids
+    that it returns as loaded.
+    """
     assert world.scheduler.request_finished(request, request.blocks), "the rank may keep its id"
     ends_s = time.monotonic() + LONG_S
     saved, loaded = world.worker.get_finished([900], [])
@@ -40,7 +43,9 @@ def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
 
 
 def nothing_left(world: World, request: Request) -> None:
-    """Checks that neither side still has a record of the request, and that other requests are served as before."""
+    """Checks that neither the scheduler nor the rank still has a record of the request, and that other requests are
+    served as before.
+    """
     world.executor.free += request.blocks
     requests, rank = world.scheduler.side.ranks.requests, world.worker.side
     assert 900 not in requests
@@ -127,7 +132,9 @@ def test_a_request_that_is_never_named_leaves_nothing_behind(make_world: Make) -
 
 
 def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Make) -> None:
-    """The engine relies on the promise even if it passes the blocks a second time after the error."""
+    """If a promise could not be kept, the rank never reports the load as done, even if the engine passes the blocks a
+    second time after the error. The engine may still rely on the promise then.
+    """
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.ranks.unit.manager
@@ -146,7 +153,9 @@ def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Mak
 
 
 def test_a_promise_that_a_reset_took_away_is_never_called_loaded(make_world: Make) -> None:
-    """The engine passes blocks without having asked again, so it may rely on the promise from before the reset."""
+    """If a reset ended a promise, the rank never reports the load as done. The engine passes blocks without a new
+    lookup, so it may still rely on the promise from before the reset.
+    """
     world = stored(make_world)
     request, blocks = promised(world)
     world.scheduler.request_reset(request)

@@ -1,4 +1,4 @@
-"""The stand-in executor with the connector's two classes, as in one rank of an engine."""
+"""A stand-in executor with the connector's two classes, as in one rank of an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[..., "World"]
 
 
 def settings(**more: str) -> dict[str, str]:
-    """Environment variables for a small host tier."""
+    """Returns environment variables for a small host tier."""
     return {
         "FLEXKV_HOST_BYTES": "2MiB",
         "FLEXKV_HOST_EXTENT_BYTES": "2MiB",
@@ -41,7 +41,7 @@ def settings(**more: str) -> dict[str, str]:
 
 
 def arguments(ranks: int = 1, tokens: int = SHAPE.tokens, **more: Any) -> SimpleNamespace:
-    """The fields of `TorchLlmArgs` that the connector reads."""
+    """Returns the fields of `TorchLlmArgs` that the connector reads."""
     cache = {"tokens_per_block": tokens, "dtype": "auto", "host_cache_size": None} | more.pop("cache", {})
     given = {
         "model": "stand-in",
@@ -92,7 +92,7 @@ class World:
         self._ids = itertools.count(100)
 
     def request(self, tokens: list[int], **more: Any) -> Request:
-        """Adds a request, which the executor runs from the next iteration on."""
+        """Adds a request. The executor runs it from the next iteration on."""
         return self.executor.add(Request(next(self._ids), list(tokens), **more))
 
     def serve(self, tokens: list[int], **more: Any) -> Request:
@@ -102,7 +102,7 @@ class World:
         return request
 
     def serve_beside(self, tokens: list[int]) -> Request:
-        """Runs one request until it is done, whatever the state of the others."""
+        """Runs one request until it is done, whatever the state of the other requests."""
         request = self.request(tokens)
         self.executor.run(until=lambda: request.state == "done")
         return request
@@ -119,7 +119,7 @@ class World:
             time.sleep(0.001)
 
     def hit(self, request: Request) -> int:
-        """Number of tokens that the request did not compute."""
+        """Returns how many of the request's tokens were loaded and not computed."""
         return self.executor.loaded[request.request_id]
 
     def check(self) -> None:
@@ -141,7 +141,7 @@ class World:
 
 
 def stored(make_world: Make, environment: dict[str, str] | None = None, **options: Any) -> World:
-    """A world that has computed and stored PROMPT."""
+    """Makes a world that has computed and stored PROMPT."""
     world: World = make_world(environment, **options)
     world.warm_up()
     world.serve(PROMPT)
@@ -149,7 +149,7 @@ def stored(make_world: Make, environment: dict[str, str] | None = None, **option
 
 
 def promised(world: World) -> tuple[Request, list[int]]:
-    """Makes a request with id 900 that was promised PROMPT, and takes eight blocks for it, which hold garbage."""
+    """Makes a request with id 900 that was promised PROMPT, and takes eight blocks for it. The blocks hold garbage."""
     request = Request(900, list(PROMPT))
     assert world.scheduler is not None
     is_async = not world.scheduler.side.sync
@@ -159,7 +159,7 @@ def promised(world: World) -> tuple[Request, list[int]]:
 
 
 def stalled_load(make_world: Make) -> tuple[World, Request, Faults]:
-    """A world that has stored PROMPT, and a request for PROMPT whose load stalls until it is released."""
+    """Makes a world that has stored PROMPT, and a request for PROMPT whose load stalls until the test releases it."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
     request = world.request(PROMPT)
@@ -174,7 +174,7 @@ def steps(world: World, count: int = 20) -> None:
 
 
 def lookup(world: World) -> int:
-    """Number of PROMPT's tokens that are promised to a request. Then ends the request."""
+    """Returns how many of PROMPT's tokens a lookup promises to a request, and ends the request."""
     request = Request(99, list(PROMPT))
     assert world.scheduler is not None
     tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
@@ -205,7 +205,7 @@ def wait_for_the_disk(world: World) -> None:
 
 
 def rest_over(world: World) -> None:
-    """Ends the time after a failed load in which nothing is promised."""
+    """Ends the time in which nothing is promised after a failed load."""
     assert world.scheduler is not None
     manager = world.scheduler.side.ranks.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -215,7 +215,7 @@ def rest_over(world: World) -> None:
 
 
 def write_model(folder: Path, head_dim: int, layers: int) -> str:
-    """Writes the model's configuration file, which is compared with the pool."""
+    """Writes the model's configuration file, which flexkv compares with the pool."""
     shape = {
         "num_hidden_layers": layers,
         "num_attention_heads": SHAPE.heads,
