@@ -163,7 +163,8 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
         raise GeometryError(
             f"{replicas} of {len(facts)} ranks hold the same bytes; allowed is what divides the ranks"
         )
-    # Of several ranks that share a stripe, one stores it and all load it, so their runs must lie at the same offsets.
+    # If ranks share a stripe, one of them stores it and all of them load it, so their runs must lie at the same
+    # offsets.
     firsts = [facts[number - number % replicas] for number in range(len(facts))]
     if any(
         rank.replicas != replicas or _bytes_of(rank) != _bytes_of(first)
