@@ -6,8 +6,8 @@ import argparse
 
 
 def at_least_one(text: str) -> int:
-    """A type for `argparse`: a whole number of at least 1. Programs take medians over this many rounds, and an empty
-    list has no median.
+    """A type for `argparse`: a whole number of at least 1. Such a number sets how many rounds a program measures, and
+    without a round there is no median.
 
     Raises:
         argparse.ArgumentTypeError: `text` is not such a number; `argparse` then prints the usage and ends the program.

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.blend_disk`: measures vLLM's time to the first token of blended prompts. Their segments are on
-disk, where an earlier process stored them, or in host memory. The times are compared with those of prompts that are
-computed in full.
+"""`python -m benchmarks.blend_disk`: measures vLLM's time to the first token of blended prompts. The prompts' segments
+are on disk, where an earlier process stored them, or in host memory. The times are compared with those of prompts that
+are computed in full.
 
-Each round has its own documents, which are only on disk when the round begins. Two engines answer in turn, one without
-and one with `disk.stream`, each from its own folder. Every round measures each method once, so that other work on the
-machine affects all methods alike.
+Each round has its own documents, which are only on disk when the round begins. Two engines take turns, one without
+`disk.stream` and one with it, each with its own folder. Every round measures each method once, so that other work on
+the machine affects all methods alike.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Prompts:
             engine.generate([request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, ratio: float | None) -> tuple[float, float]:
-        """Asks the engine for an answer to the prompt. Returns the seconds to the first token, and the seconds of CPU
-        time. `ratio` is the blending ratio; None computes the prompt in full.
+        """Lets the engine answer the prompt. Returns the seconds to the first token, and the CPU seconds. `ratio` is
+        the blending ratio; if it is None, the engine computes the prompt in full.
         """
         blend = None if ratio is None else {"segments": self.segments, "ratio": ratio}
         before = engine.call("processor_seconds")["seconds"]

@@ -4,8 +4,9 @@ takes.
 Quality is measured on a byte-level language model with Llama's architecture. This program first trains it on the source
 code of Python's standard library, because no small package contains trained weights. A prompt consists of four segments
 of held-out text, each cached separately, and of the 16 bytes that follow them in the text. Time is measured on a larger
-model with random weights, because it does not depend on the weights' values. Quality and time are compared with a full
-recompute and with a prefix cache, which reuses the first segment. `--json PATH` writes the figures.
+model with random weights, because the time does not depend on the weights' values. Quality and time are compared with
+those of a full recompute, and with those of a prefix cache that reuses the first segment. `--json PATH` writes the
+figures to a file.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def corpus() -> tuple[Text, Text]:
 
 
 def train(model: Any, text: Text, seconds: float) -> tuple[int, float]:
-    """Trains the model; returns the number of steps and the mean loss of the last 20, in nats per byte."""
+    """Trains the model. Returns the number of steps, and the mean loss of the last 20 steps in nats per byte."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     start, losses = time.monotonic(), [0.0]
@@ -92,7 +93,7 @@ def held_out_loss(model: Any, text: Text) -> float:
 
 
 def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
-    """Compares the answers of each method with those of a full recompute of the same prompts."""
+    """Compares the answers of each method with the answers of a full recompute of the same prompts."""
     random = np.random.default_rng(1)
     length, question = 64, 16
     cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)

@@ -1,8 +1,8 @@
 """Follows one block through flexkv's Python code: counts the files that it visits and the calls that it takes.
 
 A real vLLM in one process stores one block and loads it again. The program counts every call into flexkv on the
-engine's thread. A newcomer who follows a block has to read as many files, and switch between files as often, as the
-program reports. Waiting adds calls, so the run with the fewest calls is reported.
+engine's thread. The counts show how many files a newcomer must read to follow a block, and how often they must switch
+between files. Waiting adds calls, so the run with the fewest calls is reported.
 
     python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
 """
@@ -39,7 +39,7 @@ class Walk:
 
     Attributes:
         by_file: number of calls of each file's functions; the key is the file's path in the package.
-        changes: number of calls of a function in a different file from the function called before.
+        changes: number of calls of a function that is in a different file than the function called before it.
         hooks: number of calls into flexkv that come from code outside flexkv, such as the engine's calls of hooks.
         functions: number of calls of each function; the key is "file:name".
     """
@@ -108,7 +108,7 @@ def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
                 raise RuntimeError(f"{name}: {answer['cached']} tokens came from a cache, not {cached}")
             engine.call("reset")
             found = answer["walk"]
-            # The first run imports and builds things that later runs reuse.
+            # The first run is not counted, because it imports modules and makes objects that later runs reuse.
             if number and (name not in least or found["calls"] < least[name]["calls"]):
                 least[name] = found
     return least

@@ -2,9 +2,10 @@
 compares it with its targets.
 
 Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with a file that `--json` wrote on
-the same machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time, and as the
-thread's CPU time, which other programs on the machine disturb less. Figures are medians and minima over rounds. Each
-round uses different keys, so that their index entries are not in the CPU caches. Only rows marked "hot" reuse keys.
+the same machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time and as the
+thread's CPU time. Other programs on the machine disturb the CPU time less. Figures are medians and minima over rounds.
+Each round uses different keys, so that the keys' index entries are not in the CPU caches. Only rows marked "hot" reuse
+keys.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from flexkv.transfer.graph import OpResult, OpStatus
 CACHED_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 8192
 SHORT_BLOCKS = 64
-"""Number of blocks of a short request, whose lookup costs little more than the fixed cost of any lookup."""
+"""Number of blocks of a short request. Its lookup takes little more than the fixed time of any lookup."""
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)
@@ -62,12 +63,12 @@ class Row:
 
 
 SLOWER = 1.3
-"""`--check` calls a row slower if its minimum CPU time grew by more than this factor. On a shared machine, runs of the
-same code already differ by some 15 %.
+"""`--check` reports a row as slower if its minimum CPU time grew by more than this factor. On a shared machine, even
+runs of the same code differ by some 15 %.
 """
 
 LEAST_US = 2.0
-"""Microseconds. Rows whose CPU time is below this are not compared, because a single cache miss can change them
+"""Microseconds of CPU time. `--check` does not compare rows below this, because a single cache miss can change them
 noticeably.
 """
 
@@ -121,8 +122,8 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """Returns a manager with slots for CACHED_BLOCKS blocks, and with the reserve of slots that a manager keeps
-    free.
+    """Returns a manager with slots for CACHED_BLOCKS blocks, and with further slots for the reserve that a manager
+    keeps free.
     """
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
@@ -208,9 +209,9 @@ def evict_all(manager: LocalCacheManager) -> None:
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:
-    """Times four calls per round: a lookup that finds a request completely on disk and not in host memory, and that
-    plans the read; the completion of that read; the next lookup of the same request; and a lookup by a different
-    request.
+    """Times four calls per round. The first is a lookup that finds all blocks of a request on disk and none in host
+    memory, and plans the read. The others are the completion of that read, the next lookup of the same request, and a
+    lookup of the same blocks by a different request.
 
     The disk tier is the real one, and its journal runs. No page is written or read, so the slabs stay sparse.
     """
@@ -255,7 +256,8 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
 
 
 def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Row:
-    """Times lookups of a short request, which show the cost that does not depend on the request's length."""
+    """Times lookups of a short request. They show the fixed cost of a lookup, which does not depend on the request's
+    length."""
     watch = Stopwatch()
     for number in range(rounds):
         request = f"short{number}"
@@ -335,7 +337,8 @@ def bench_index(rounds: int) -> list[Row]:
 
 
 def full_index(keys: Keys) -> c_ext.BlockIndex:
-    """An index that holds these keys, inserted REQUEST_BLOCKS at a time, as if each request were stored at once."""
+    """Returns an index with the keys `keys`. It inserts REQUEST_BLOCKS keys at a time, like stores of complete
+    requests."""
     index = c_ext.BlockIndex([len(keys)])
     index.grow(0, len(keys))
     flags = np.ones(REQUEST_BLOCKS, np.uint8)
@@ -345,8 +348,8 @@ def full_index(keys: Keys) -> c_ext.BlockIndex:
 
 
 def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
-    """The keys of a request whose blocks come from two chains in turn, `blocks` at a time, starting with the first
-    blocks of both chains.
+    """Returns the keys of a request whose blocks come alternately from two chains: `blocks` blocks of the first chain,
+    as many of the second, and so on from the beginning of both chains.
     """
     parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
     return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))
@@ -354,8 +357,8 @@ def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
 
 def bench_tier_lookup(rounds: int) -> list[Row]:
     """Times the native lookup in host memory and up to two tiers behind it, with 1M blocks each. For comparison, also
-    times `match_and_pin` of host memory alone. In each round all calls use the same keys, so that their minima can be
-    compared.
+    times `match_and_pin` of the index of host memory alone. In each round all calls use the same keys, so that the
+    minima of the calls can be compared.
     """
     tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
     indexes = [full_index(keys) for keys in tiers]
@@ -373,7 +376,8 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
     for number in range(rounds):
         at = number * 37 % chains * REQUEST_BLOCKS
         in_host, on_disk = (keys[at : at + REQUEST_BLOCKS] for keys in tiers[:2])
-        # The first of these calls finds the keys cold, so each call comes first in some rounds.
+        # The first call of a round finds the keys' entries outside the CPU caches, so the calls take turns at being
+        # first.
         plain = watches.setdefault("match and lease 8,192 of one index", Stopwatch())
         for way in np.roll((0, 1, 3), number).tolist():
             if way == 0:
@@ -401,8 +405,8 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
 
 
 def bench_keys(rounds: int) -> list[Row]:
-    """Times how long it takes to hash tokens, and to compute namespaced keys from engine keys: for a new request, and
-    for the same request after it has grown.
+    """Times the hashing of tokens, and the computation of namespaced keys from engine keys. Each is timed for a new
+    request, and for the same request after it has grown.
     """
     tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
     longer = tokens + tokens[: 64 * BLOCK_TOKENS]

@@ -1,4 +1,4 @@
-"""flexkv's vLLM connector, with every hook timed by `benchmarks.hook_clock`."""
+"""flexkv's vLLM connector. `benchmarks.hook_clock` times all its hooks."""
 
 from __future__ import annotations
 

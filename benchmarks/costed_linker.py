@@ -1,5 +1,4 @@
-"""flexkv's SGLang linker, with every hook timed by `benchmarks.hook_clock`, including the hooks that the engine's pools
-call.
+"""flexkv's SGLang linker. `benchmarks.hook_clock` times all its hooks, including those that the engine's pools call.
 """
 
 from __future__ import annotations
@@ -15,6 +14,6 @@ class CostedLinker(FlexKVLinker):
 
 LEDGER = Ledger()
 LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
-# The linker makes `LoadBatches` objects itself, so the timed methods are set on that class. Its other methods are
-# called by hooks that are already timed.
+# The linker makes `LoadBatches` objects itself, so the timed methods are set on that class. The other methods of
+# `LoadBatches` are called only by hooks that are already timed.
 LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

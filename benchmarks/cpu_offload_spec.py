@@ -1,4 +1,5 @@
-"""Copies blocks for vLLM's own OffloadingConnector, so that it can be measured where the engine runs on a CPU.
+"""Copies blocks for vLLM's own OffloadingConnector, so that this connector can be measured on a machine where the
+engine runs on a CPU.
 
 The scheduler part of vLLM's connector works on every device, but the copies need a GPU. This module makes the copies
 with torch's indexed assignment instead. vLLM loads it by the names in the connector's extra config, `spec_module_path`
@@ -16,8 +17,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies between the engine's blocks and host memory, whose chunks have several blocks each. Each copy is made at
-    once, in the caller's thread.
+    """Copies between the engine's blocks and host memory. Host memory is divided into chunks of several blocks. Each
+    copy is made immediately, in the caller's thread.
     """
 
     def __init__(self, caches: CanonicalKVCaches, chunks: int, blocks_per_chunk: int) -> None:

@@ -1,15 +1,18 @@
 """Compares the disk tier with fio and with a raw I/O loop ("bare"). The loop uses the same kind of ring, slab, huge
 pages and queue depth, but has no trailer, digest or index.
 
-Each round runs every method once, in random order, so that noise affects all alike. Figures are medians of payload
-GB/s. `fill` is the first pass of writes over a new slab; `ahead` is the same after the idle disk has cleared the slots
-in advance; `write` is a later pass. A write ends when it is durable: for the tier when its journal reports that, for
-the loop after one fdatasync at its end. CPU time is user and system time of all threads of the process; fio reports its
-own. `registered` is a tier whose host pool is registered with io_uring, which keeps the pool pinned; it runs in the
-same rounds. `durable` is the time from the end of a page's write until the page is durable, under continuous writes.
-`layerwise` loads 32,768 tokens at once, page by page and in ranges of layers. `streamed` loads each page to an engine's
-pool in plain memory as soon as the page has been read; it is compared with a load that begins after the last read.
-`cold` is the start of a tier with 1M blocks.
+Each round runs every method once, in random order, so that noise affects all methods alike. Figures are medians of
+payload GB/s. CPU time is user and system time of all threads of the process; fio reports its own CPU time. A write ends
+when it is durable: for the tier when its journal reports that, for the raw loop after one fdatasync at its end.
+
+- `fill` is the first pass of writes over a new slab, `ahead` a first pass after the idle disk has cleared the slots in
+  advance, and `write` a later pass.
+- `registered` is a tier whose host pool is registered with io_uring, which keeps the pool pinned.
+- `durable` is the time from the end of a page's write until the page is durable, under continuous writes.
+- `layerwise` loads 32,768 tokens at once, page by page and in ranges of layers.
+- `streamed` loads each page to an engine's pool in plain memory as soon as the page has been read. It is compared with
+  a load that begins after the last read.
+- `cold` is the start of a tier with 1M blocks.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from flexkv.transfer.graph import (
 
 PAGES = (2 * MIB, 64 * KIB)
 FILLS = 3
-"""Number of new slabs. Each is filled once, because a first pass cannot be repeated."""
+"""Number of new slabs. Each slab is filled once, because a slab has only one first pass of writes."""
 LAG_BYTES = 8 * MIB
 LOAD_PAGES = 512
 """Number of pages of a layerwise load. They hold 32,768 tokens in blocks of 64. A token takes 32 KiB, as in a model of
@@ -72,8 +75,8 @@ def timed(call: Callable[[], object]) -> Sample:
 
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
-    """Times the first pass over new slabs: by the tier, by the raw loop, and by the tier after its disk was idle. Each
-    of the three is done FILLS times.
+    """Times the first pass of writes over new slabs: by the tier, by the raw loop, and by the tier after its idle disk
+    has cleared the slots. Makes each of these three measurements FILLS times.
     """
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
@@ -167,8 +170,8 @@ def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def layerwise(folder: Path, rounds: int) -> dict[str, float]:
-    """Returns the medians in milliseconds of three times: of a load page by page, of a load in ranges of layers, and of
-    the first layer of that second load. Also returns their ratios.
+    """Returns the medians of three times in milliseconds: of a load page by page, of a load in ranges of layers, and
+    until the first layer of the load in ranges. Also returns ratios of these times.
     """
     rig = Rig(folder, 2 * MIB, LOAD_PAGES, host_slots=LOAD_PAGES)
     places = np.random.default_rng(3).permutation(LOAD_PAGES).astype(np.int32)
@@ -192,8 +195,8 @@ def layerwise(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
-    """Returns the medians in milliseconds of a streamed load from disk to an engine's pool, of one that is not
-    streamed, and of its copy alone.
+    """Returns the median times in milliseconds of a streamed load from disk to an engine's pool, of a load that is not
+    streamed, and of the copy alone.
     """
     count = STREAM_BYTES // page_bytes
     rig = Rig(folder, page_bytes, count, count)
@@ -221,7 +224,8 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
         copy(NO_READS)
 
     def load_streamed() -> None:
-        # Op ids are consecutive, so `read_all` submits the read with the id after this one.
+        # The copy needs the read's op id before `read_all` submits the read. Op ids are consecutive, so the read gets
+        # the id after the one that `next` returns here.
         copy(np.full(count, next(rig.op_ids) + 1, np.int64), read_all)
 
     methods: dict[str, Callable[[], None]] = {
@@ -253,8 +257,8 @@ def cold_start(folder: Path) -> dict[str, float]:
     rig.write(written)
     generations = rig.generations[written]
     rig.close()
-    # The other blocks are only rows of the index. That is enough, because opening takes time per row, and
-    # reading takes time per page that is read.
+    # All other blocks are only rows of the index, without written pages. Rows are enough, because opening takes time
+    # per row, and reading takes time only for the pages that are read.
     index = SlotIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
     others = np.setdiff1d(np.arange(COLD_BLOCKS), written)
     zeros = np.zeros(len(others), np.uint64)

@@ -1,4 +1,4 @@
-"""The systems that benchmarks/disk.py measures: a disk tier with a host pool and a transfer engine, and the raw I/O
+"""The two systems that benchmarks/disk.py measures: a disk tier with a host pool and a transfer engine, and the raw I/O
 loop.
 """
 
@@ -92,7 +92,8 @@ class Rig:
         self.op_ids = itertools.count(1)
         self.generations = np.zeros(slots, np.uint64)
         self.written_s = np.zeros(slots)
-        """Seconds by `time.monotonic`: when the end of the latest write to each disk slot was seen."""
+        """Time by `time.monotonic`, for each disk slot, at which the program noticed the end of the latest write to the
+        slot."""
         self.lags_s: list[NDArray[np.float64]] = []
         """Seconds from the end of a page's write until a poll reported the page as durable; one array per report."""
         self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
@@ -137,7 +138,8 @@ class Rig:
             self._hear()
 
     def _hear(self) -> int:
-        """Polls the tier and records the lags. Returns how many pages became durable since the last poll."""
+        """Polls the tier, and records the time from each page's write until it was durable. Returns how many pages
+        became durable since the last poll."""
         events, now_s = self.unit.poll(), time.monotonic()
         assert not events.lost, events.lost
         self.lags_s += [now_s - self.written_s[pages.places] for pages in events.durable]
@@ -171,7 +173,8 @@ class Rig:
         return first, time.perf_counter() - start
 
     def bare(self, places: NDArray[np.int32], write: bool) -> None:
-        """Moves the same pages with one call of the raw I/O loop. A write ends with one fdatasync."""
+        """Reads or writes the pages in the disk slots `places` with one call of the raw I/O loop. A write ends with one
+        fdatasync."""
         host = self.pool.slots
         buffers = np.array([self.pool.slot(i % host).ctypes.data for i in range(len(places))], np.uint64)
         offsets = np.array([self.slab.offset(place) for place in places.tolist()], np.int64)
@@ -182,7 +185,7 @@ class Rig:
             assert self.slab.sync() == 0
 
     def clear_ahead(self) -> None:
-        """Writes one page, and waits until the idle disk has cleared the other slots."""
+        """Writes one page, and then waits until the idle disk has cleared all other slots."""
         self.write(np.zeros(1, np.int32))
         known, quiet, deadline = -1, 0, time.monotonic() + WAIT_S
         while quiet < 5:

@@ -1,9 +1,9 @@
-"""Measures for each eviction policy of the native index, and for several cache sizes, what share of a request trace's
-blocks are hits.
+"""Measures which share of a request trace's blocks are hits, for each eviction policy of the native index and for
+several cache sizes.
 
 Each line of a trace is a JSON object for one request, whose `hash_ids` identify its blocks in order (as in Mooncake's
-traces). Requests come one after another. Blocks that are cached are hits; the others are stored; then all blocks of the
-request count as used together.
+traces). Requests are served one after another. Blocks that are cached are hits, and all other blocks are stored. Then
+all blocks of the request count as used at the same time.
 
     python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
 """

@@ -1,9 +1,10 @@
-"""Measures flexkv's own CPU time in a vLLM engine: that of its hooks in scheduler and worker, and that of its threads.
+"""Measures flexkv's own CPU time in a vLLM engine: the CPU time of its hooks in scheduler and worker, and of its
+threads.
 
-`vllm_overhead` compares two engines, but the noise of vLLM's own threads is larger than flexkv's cost. Here one engine
-runs with a clock on every hook of the connector, so flexkv's own time is exact to microseconds. It is compared with the
-CPU time that the rest of the engine takes for the same requests. The prompts are new, so no request hits; stores are
-included.
+`vllm_overhead` compares two engines, but the noise of vLLM's own threads is larger than flexkv's cost. This program
+runs one engine with a clock on every hook of the connector, so flexkv's own time is exact to microseconds. The program
+compares it with the CPU time that the rest of the engine takes for the same requests. The prompts are new, so no
+request hits; the time of stores is included.
 
     python -m benchmarks.flexkv_cost [--runs 9] [--json out/flexkv_cost.json] [--check]
 """

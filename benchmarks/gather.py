@@ -30,7 +30,7 @@ LAYERS, KV = 32, 2
 KIB, MIB = 1 << 10, 1 << 20
 HUGE_PAGE = 2 * MIB
 POOL_BYTES = 512 * MIB
-"""16 times an L3 cache of 32 MiB, so that every pass finds its bytes cold."""
+"""16 times the size of a 32 MiB L3 cache, so that no pass finds its bytes in the cache."""
 RUN_KIB = (4, 16, 32, 64, 128, 256)
 
 Bytes = NDArray[np.uint8]
@@ -38,7 +38,7 @@ Method = Callable[[], None]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Private memory whose pages have already been touched, in transparent huge pages if the host allows them. All
+    """Returns private memory whose pages are already mapped, in transparent huge pages if the host allows them. All
     bytes are 1.
     """
     memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -115,8 +115,8 @@ class Case:
 
         torch.set_num_threads(1)
         used = self.blocks * self.page_bytes
-        # The tensors have int64 elements, because torch copies bytes no faster, and its index_select is
-        # fastest with int64.
+        # The tensors have int64 elements, because torch's index_select is fastest with int64, and its copies are no
+        # faster with single bytes.
         pool = torch.from_numpy(self.pool[:used].view(np.int64)).view(self.runs, self.blocks, -1)
         pages = torch.from_numpy(self.pages[:used].view(np.int64)).view(self.blocks, self.runs, -1)
         order = torch.tensor(self.order)

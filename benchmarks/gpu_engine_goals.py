@@ -1,5 +1,5 @@
-"""Goals for what the inference engine notices of copies: how much they slow down its own work, how long single loads
-and stores take, and how much CPU time they need.
+"""Goals for the effects of copies on the inference engine: how much copies slow down its own work, how long single
+loads and stores take, and how much CPU time copies need.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from benchmarks.gpu_goal import Goal, Row, least, most
 KIB = 1 << 10
 STEP, PRODUCT = "decoding step", "large product"
 SMALL = ("small D2H", "small H2D")
-"""Names of the engine's work in the rows of `flexkv bench transfer --part beside`."""
+"""Names of the engine's small copies in the rows of `flexkv bench transfer --part beside`."""
 BOTH = "both"
 KERNEL = "kernel"
 BLOCK_RUN = 4 * KIB
@@ -51,7 +51,7 @@ def beside_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
-    """Goals for single layerwise loads and single stores, with nothing beside them.
+    """Goals for single layerwise loads and single stores while nothing else runs.
 
     Args:
         link_gbps: measured rate of one contiguous load in GB/s; None if it was not measured.

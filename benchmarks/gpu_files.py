@@ -1,5 +1,5 @@
-"""Handles the files in a folder of results: writes them atomically, reports unreadable ones by name, and lets only one
-process use the folder at a time.
+"""Handles the files in a folder of results. It writes files atomically, names the file in an error about an unreadable
+one, and lets only one process use the folder at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A goal, with the verdict whether a measurement reaches it."""
+"""A goal for a measured figure, and the verdict whether a measurement reaches the goal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Goal:
     """A figure that a measurement should reach.
 
     Attributes:
-        found: the measured figure, which is the worst of several rows; None if nothing was measured.
+        found: the measured figure; if several rows have one, the worst of them. None if nothing was measured.
         at_most: whether `reach` is an upper bound; otherwise it is a lower bound.
     """
 

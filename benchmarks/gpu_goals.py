@@ -10,9 +10,10 @@ from benchmarks.gpu_goal import Goal, Row, least
 
 KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
-"""A row's note has these words only if GPUDirect Storage was used. `GDSManager.describe` writes them."""
+"""A row's note contains this text only if GPUDirect Storage was used. `GDSManager.describe` writes the text."""
 FEW = 8
-"""The most multiprocessors that a layout transform takes from the engine, if the results do not say otherwise."""
+"""Maximum number of multiprocessors that a layout transform takes from the engine, for results that do not contain this
+number."""
 ANY_LENGTH = 1 << 40
 
 

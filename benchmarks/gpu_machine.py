@@ -1,4 +1,5 @@
-"""Describes a machine with a GPU, and what the machine lacks. Imports no module that must be built first."""
+"""Collects facts about a machine with a GPU, and lists what the machine lacks. Imports no module that must be built
+first."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
-"""Seconds. A program that takes longer to print its version counts as not answering."""
+"""Seconds that a program, such as nvidia-smi, may take to print its facts. A slower program counts as not answering."""
 CORE_SAYS_S = 120.0
-"""Seconds. If flexkv's native core takes longer to describe the GPUs, it counts as not answering. This limit is longer
-than `SAYS_S`, because the core initialises the driver.
+"""Seconds that flexkv's native core may take to describe the GPUs. A slower core counts as not answering. The limit is
+longer than `SAYS_S`, because the core initialises the driver.
 """
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_DEVICE = Path("/dev/nvidiactl")
@@ -30,7 +31,7 @@ SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
 
 
 def machine(device: int) -> dict[str, str]:
-    """Returns facts about the machine, by name. For a fact that cannot be found out, the value says why."""
+    """Returns facts about the machine, by name. If a fact cannot be found out, its value is the reason."""
     query = ["nvidia-smi", f"--id={device}", "--format=csv,noheader"]
     query.append("--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max")
     found = {
@@ -76,7 +77,7 @@ def gpus() -> int:
 
 
 def not_here() -> dict[str, str]:
-    """Returns what cannot be measured on this machine, by the name that docs/gpu-results.md uses, with the reason."""
+    """Returns the measurements that are impossible on this machine: name in docs/gpu-results.md -> reason."""
     found = {}
     if (count := gpus()) < 2:
         for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):
@@ -99,8 +100,8 @@ def driver_refusal() -> str:
 
 
 def refusal() -> str:
-    """Returns why no stage that needs the native core can run on this machine; empty if one can. A child process asks
-    the driver.
+    """Returns why stages that need the native core cannot run on this machine; empty if they can. A child process makes
+    the calls of the driver.
     """
     if lacking := driver_refusal():
         return lacking

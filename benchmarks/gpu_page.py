@@ -24,16 +24,16 @@ MOST_FAILURES = 20
 ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
 """Keys in the JSON of `flexkv bench transfer` whose values are lists of rows."""
 PARTIAL = "partial"
-"""A key that this module adds to each row. If the step that measured the row did not pass, other rows of that step are
-missing, and the value is the step's name. Otherwise the value is empty.
+"""A key that this module adds to each row. If the step that measured the row did not pass, the value is the step's name
+and state, because other rows of that step may be missing. Otherwise the value is empty.
 """
 
 
 def bench_of(folder: Path) -> dict[str, Any]:
     """Merges the rows of all steps of the bench stage that have a result.
 
-    Each row also gets the key `PARTIAL`. The key `unread` lists the steps whose results cannot be read, by name, with
-    the reason.
+    Each row also gets the key `PARTIAL`. The key `unread` of the result maps the name of each step whose results cannot
+    be read to the reason.
     """
     merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
     merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}
@@ -76,8 +76,8 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
-    """Whether a step has a result. A step that was not begun has none, even if its file exists, because the file is
-    from an earlier call.
+    """Whether a step has a result. A step that was not begun has no result, even if its result file exists, because
+    that file is from an earlier call.
     """
     return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 
@@ -129,7 +129,8 @@ def render(folder: Path) -> str:
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Returns the stages that have steps, and, by name, why other stages' files cannot be read."""
+    """Returns the stages that have steps. Also returns, for each stage whose file cannot be read, its name and the
+    reason."""
     stages, unread = [], {}
     for name in STAGES:
         try:
@@ -197,7 +198,7 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
             except UnreadableError as error:
                 unread[name] = f"no result, because {error}"
                 continue
-            # If a step ended, its report is complete, even if tests failed.
+            # If a step ended by itself, its report is complete, even if tests failed.
             shown = name if step["state"] in ENDED else f"{name} ({PARTIAL}: {step['state']})"
             rows.append((shown, *map(str, counts.values())))
             failures += failed
@@ -210,8 +211,8 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
 
 
 def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
-    """If a step passed because all its tests were skipped, returns how many there were, and why the first was skipped.
-    Empty if a test ran, or if the report cannot be read.
+    """If a step passed because all its tests were skipped, returns a text with the number of tests and the reason why
+    the first was skipped. Empty if a test ran, or if the report cannot be read.
     """
     report = folder / step["result"]
     if step["state"] != "passed" or not report.name.endswith(".xml") or not report.exists():
@@ -226,7 +227,7 @@ def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
 
 
 def _reasons(junit: Path) -> list[str]:
-    """Returns for each skipped test why it was skipped."""
+    """Returns the reason of each skipped test."""
     with reading(junit):
         return [node.attrib.get("message", "") for node in ElementTree.parse(junit).getroot().iter("skipped")]
 
@@ -273,7 +274,8 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """Returns one line per direction that says which copy paths the lane used. Empty if no step recorded them."""
+    """Returns one line per direction that says which copy paths the lane used. Empty if no step recorded the copy
+    paths."""
     return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 

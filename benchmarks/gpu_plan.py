@@ -28,8 +28,8 @@ ALL = "all"
 ALL_LIMIT_S = 570.0
 """Seconds from the start of the program until `all` must end: below ten minutes."""
 ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.0, "tests": 6.0, "sanitize": 1.5}
-"""Weights by which the stages of `all` that are still to run share the time that is left. Time that a stage does not
-use goes to the later ones.
+"""Weights of the stages of `all`. The stages that have not run yet share the remaining time in proportion to their
+weights. Time that a stage does not use goes to later stages.
 """
 NEED_A_CORE = STAGES[1:]
 """Stages that need the native core that `build` makes."""
@@ -74,7 +74,7 @@ class Visit:
     Attributes:
         out: folder of results.
         folder: a folder on the disk to measure; None if no disk is measured.
-        carried: whether the existing native core was built with CUDA, so that it need not be rebuilt.
+        carried: whether the native core that already exists was built with CUDA, so that it need not be rebuilt.
         quick: whether measurements are smaller (at most 256 MB) and repeated at most three times, so that all stages
             fit into one call.
         prepare: MODULE:FUNCTION that each engine of `vllm_beside_gpu` calls before it imports vLLM; empty if there is
@@ -118,9 +118,9 @@ QUICK_S = {
     "layerwise": 20.0,
     "vLLM beside copies": 180.0,
 }
-"""Limits of the steps of `all` in seconds: about twice what they took on an H100 machine with 16 CPUs. They are tight
-because a stage divides its time in proportion to its steps' limits, but not too tight, because a step that is cut has
-no result.
+"""Limits of the steps of `all` in seconds: about twice the time that each step took on an H100 machine with 16 CPUs.
+The limits are tight, because a stage divides its time in proportion to its steps' limits. They are not tighter, because
+a step that exceeds its limit is ended and has no result.
 """
 TWO_MINUTES = "takes minutes: `tests` has it, in a call of its own"
 NO_TESTING = "tests/testing_ext is not built (make build-test): the test's disks are made with it"
@@ -164,7 +164,7 @@ def _build(carried: str) -> list[Step]:
             LIMITS_S["build"],
             missing=carried,
             required=True,
-            # 90 is Hopper (H100, H200). A build for every architecture takes three times as long.
+            # 90 is Hopper (H100, H200). A build for all architectures takes three times as long as a build for one.
             environ={"FLEXKV_CUDA": "1", "FLEXKV_CUDA_ARCHS": "90"},
         ),
     ]
@@ -237,7 +237,7 @@ def _tests(visit: Visit) -> list[Step]:
     measured = Step(
         "vLLM beside copies", (*beside, *options), 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")
     )
-    # This comes before the engines' tests, because one call may have no time left for those.
+    # The measurement comes before the engines' tests, because one call may not have enough time for these tests.
     return [*steps, measured, *engines]
 
 
@@ -258,8 +258,8 @@ def _sanitize(out: Path) -> list[Step]:
 
 
 def _lacks_testing(step: str) -> str:
-    """Returns why a step that needs the tests' own extension cannot run; empty if it can run, or does not need the
-    extension.
+    """Returns why a step cannot run if it needs the tests' own extension and the extension is missing. Otherwise
+    returns an empty text.
     """
     needed = "disk lane" in step
     return NO_TESTING if needed and find_spec("tests.testing_ext") is None else ""

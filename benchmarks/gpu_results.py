@@ -32,7 +32,7 @@ PAGE_NAME = "gpu-results.md"
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
 """Pages with tables that say what has run on which hardware."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
-"""Matches a row of those tables about something that has not run on a GPU."""
+"""Matches a row of the tables in the `STATUS` pages whose subject has not run on a GPU."""
 
 
 def status_text() -> str:
@@ -47,7 +47,7 @@ def waiting_rows(status: str) -> list[str]:
 
 
 def closing_words(page: Path, status: str) -> str:
-    """Returns text that tells the user what to do with the page."""
+    """Returns a text for the user: what to do with the page."""
     lines = [
         f"{page}: put its figures into docs/gpu-results.md. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
@@ -76,7 +76,7 @@ def draw_page(out: Path, picture: Path) -> str:
     except (
         ImportError,
         TypeError,
-    ) as error:  # no matplotlib or no native core; or rows of a different version
+    ) as error:  # matplotlib or the native core is missing, or the rows are from a different version
         return f"no picture: {error}"
     return f"{picture}: the picture"
 

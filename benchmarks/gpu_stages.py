@@ -32,11 +32,12 @@ TERM_S = 5.0
 ENDING_S = 3 * TERM_S
 """The most seconds that `_end` takes. A stage may end this much later than its limit."""
 TAIL_BYTES = 4000
-"""Number of bytes at the end of a step's output that the step's record keeps. The step's log contains all output."""
+"""The step's record contains the last bytes of the step's output, up to this many. The step's log contains all
+output."""
 PR_SET_PDEATHSIG = 1
 """The option of prctl by this name, from linux/prctl.h."""
 LAST_CHARACTERS = 160
-"""The most characters of a failed step's last line of output that are shown with its outcome."""
+"""Maximum number of characters that the outcome of a failed step shows of the last line of the step's output."""
 SHORTEST_S = 5.0
 """Seconds. No step is begun if its stage has less time left."""
 
@@ -120,8 +121,8 @@ def run_stage(
         records = []
         for step in stage.steps:
             if step.name not in before:
-                # A result file without a record is from an earlier call, and must not be taken for this
-                # call's.
+                # A result file without a record is from an earlier call. It is removed so that it does not look like a
+                # result of this call.
                 _forget_result(step, folder)
             records.append(before.get(step.name) or _not_yet(step))
         content = {
@@ -140,7 +141,8 @@ def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dic
     no records.
 
     Raises:
-        RefusedError: the records are from another machine or source, and would be shown as this one's.
+        RefusedError: the records are from another machine or from another version of the source, so they must not be
+            shown as results of this one.
     """
     try:
         content = read_stage(folder, stage)
@@ -208,14 +210,15 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            # A process that cannot be ended would distort every later measurement.
+            # If a process could not be ended, it would distort every later measurement.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
 
 
 def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
-    """Returns how many seconds the first of these steps may take: its own limit, or, if the time left is less than the
-    sum of all limits, its share of that time. Time that a step does not use goes to later steps.
+    """Returns how many seconds the first of the steps with the limits `limits_s` may take. This is its own limit. If
+    `left_s` is less than the sum of all limits, it is the step's proportional share of `left_s`. Time that a step does
+    not use goes to later steps.
     """
     return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 
@@ -262,8 +265,8 @@ def _die_with_parent() -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Ends the child and all processes of its session. Returns whether the child has ended: a process that waits inside
-    a driver cannot be killed.
+    """Ends the child and all processes of its session. Returns False if the child has not ended, because a process that
+    waits inside a driver cannot be killed.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -1,10 +1,10 @@
 """Computes how many bytes flexkv stores for a long prompt of models with several KV groups. The shapes are those of
 published models.
 
-vLLM's own code makes the groups, in the pool layout that it uses on a GPU (blocks outermost). flexkv's code says which
-pages it stores for a prompt's boundaries. `kept` is the stored share of the bytes of all pages. A slot may hold a page
-of any group, so it has the size of the largest page; `empty` is the share of the used slots' bytes that pages leave
-empty.
+vLLM's own code makes the groups, in the pool layout that vLLM uses on a GPU (blocks outermost). flexkv's code decides
+which pages are stored at a prompt's boundaries, the positions where a hit may end. `kept` is the stored share of the
+bytes of all pages. A slot may hold a page of any group, so it has the size of the largest page; `empty` is the share of
+the used slots' bytes that pages leave empty.
 
     python -m benchmarks.group_bytes [--prompt 32768] [--step 8192] [--json FILE]
 """
@@ -37,10 +37,11 @@ class Shape:
     """The layers of a model: how many there are of each kind, and their sizes.
 
     Attributes:
-        full, others: number of layers with full attention, and of layers of the model's other kind. Those with full
-            attention are spread evenly over the model.
-        window, chunk: number of tokens that each of the `others` attends to; 0 if they are of another kind.
-        states: shapes and data types of the states of each of the `others`; empty if they have none.
+        full, others: number of layers with full attention, and number of layers of the model's second kind. The layers
+            with full attention are spread evenly over the model.
+        window, chunk: number of tokens to which each of the `others` attends, if they have sliding windows or chunks;
+            otherwise 0.
+        states: shapes and data types of the recurrent states of each of the `others`; empty if they have no states.
     """
 
     full: int

@@ -1,7 +1,8 @@
 """Measures lookups of a request of 8,192 blocks in KV groups with different rules: `python -m benchmarks.group_rules`.
 
-Each round runs all cases in turn. Each case has its own index, in which seven times as many pages belong to other
-requests. The times are compared with the lookup of one group with the rule "full" in the same rounds.
+Each round runs all cases in turn. Each case has its own index. Besides the request's pages, the index has seven times
+as many pages of other requests. The times are compared with the lookup of one group with the rule "full" in the same
+rounds.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ STATE = GroupRule("state", BLOCK_TOKENS)
 
 @dataclass(frozen=True)
 class Case:
-    """KV groups, and the blocks of the request that each of them has cached (`present`). `tokens` is the length of the
-    prefix that all of them together can restore.
+    """KV groups, and for each group the blocks of the request that are cached (`present`). `tokens` is the length of
+    the prefix that all groups together can restore.
     """
 
     name: str

@@ -31,7 +31,7 @@ def hooks_of(kind: type) -> tuple[str, ...]:
 
 
 class Ledger:
-    """CPU seconds and number of calls of every hook in one process. They are in a file named after the process id, as
+    """CPU seconds and number of calls of every hook in one process. A file named after the process id has them as
     float64 [hooks, 2]. A second file, with the suffix .json, lists the hooks' names.
     """
 
@@ -51,7 +51,7 @@ class Ledger:
             self._pid = os.getpid()
             path = Path(os.environ[FOLDER_VARIABLE]) / str(self._pid)
             self._sums = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(self.names), 2))
-            # Written last, because a reader that finds this file must also find the sums.
+            # The list of names is written last, because a reader that finds it must also find the file with the sums.
             path.with_suffix(".json").write_text(json.dumps(self.names))
         self._sums[hook] += (seconds, 1)
 
@@ -105,8 +105,8 @@ class Costs:
         return costs
 
     def since(self, before: Costs, requests: int = 1) -> dict[str, float]:
-        """Returns per request what was added since the reading `before`: CPU seconds of hooks and of threads, and
-        calls.
+        """Returns the increase since the reading `before`, divided by `requests`: of the CPU seconds of hooks and of
+        threads, and of the calls.
         """
         return {
             kind: (sum(getattr(self, kind).values()) - sum(getattr(before, kind).values())) / requests

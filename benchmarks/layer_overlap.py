@@ -1,12 +1,12 @@
-"""Measures how well layerwise loads overlap with compute. Each of 32 layers has a real copy and a real matrix product,
-which are timed alone and together.
+"""Measures how well layerwise loads overlap with compute. Each of 32 layers has a real copy and a real matrix product.
+The copies and the products are timed alone and together.
 
-`blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before its
-product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: it copies pages to buffers,
-changes every key, and copies the buffers to paged memory; the product of a layer starts when that layer is in paged
-memory. `plain` shows what the machine allows: a thread copies the same bytes as `blocks` with memcpy, while another
-thread makes the products. The size of a product is chosen so that 32 products take about as long as the copies alone.
-Each round times the copies alone, then the products alone, then both together. One thread multiplies.
+`blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before the
+layer's product, as vLLM's forward pass does. `pipeline` is the load pipeline of docs/layerwise.md: it copies pages to
+buffers, changes every key, and copies the buffers to paged memory; the product of a layer starts when that layer is in
+paged memory. `plain` shows what the machine allows: a thread copies the same bytes as `blocks` with memcpy, while
+another thread makes the products. The size of a product is chosen so that 32 products take about as long as the copies
+alone. Each round times the copies alone, then the products alone, then both together. One thread multiplies.
 
     python -m benchmarks.layer_overlap [--rounds 9] [--json out/layer_overlap.json] [--check]
 """
@@ -232,7 +232,7 @@ class ThroughBuffers(Way):
 
 
 def measure(way: Way, rounds: int) -> list[Round]:
-    """Runs the rounds, and returns all except the first, which warms up."""
+    """Runs the rounds, and returns all rounds except the first, which is a warm-up."""
     way.run(None)
     products = Products.taking(statistics.median(_timed(lambda: way.run(None)) for _ in range(5)) / LAYERS)
 

@@ -80,7 +80,7 @@ def copies() -> None:
 
 
 class NobodyElse:
-    """Stands in for the object through which a unit finds its peers, and reports that there are none."""
+    """Takes the place of the object through which a unit finds its peers, and reports that there are no peers."""
 
     joined = 0
     departed: tuple[int, ...] = ()

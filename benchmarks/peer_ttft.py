@@ -1,12 +1,17 @@
 """Measures vLLM's time to the first token of a prompt that another engine on this machine has computed. The prompt's
-pages are read from that engine's host memory or from its folder on disk. The time is compared with that of computing
-the prompt, and with that of a hit in the engine's own host memory.
+pages are read from that engine's host memory or from its folder on disk. The time is compared with the time
+to compute the prompt, and with the time of a hit in the engine's own host memory.
 
-Two engines run at the same time. In each run the second one answers four requests of equal length: a prompt that no
-engine has; the same prompt again, after the engine dropped its prefix cache; a prompt that the first engine has just
-computed, and that may be read from the first engine's memory; and another such prompt that may only be read from the
-first engine's folder. The request setting `flexkv.tiers` selects the memory or the folder. Each answer is compared with
-that of the engine that computed the prompt.
+Two engines run at the same time. In each run the second engine answers four requests of equal length. Their prompts
+are:
+
+- a prompt that no engine has;
+- the same prompt again, after the engine dropped its prefix cache;
+- a prompt that the first engine has just computed, and that may be read from the first engine's memory;
+- another such prompt, which may be read only from the first engine's folder.
+
+The request setting `flexkv.tiers` selects the memory or the folder. Each answer is compared with the answer of the
+engine that computed the prompt.
 
     python -m benchmarks.peer_ttft [--runs 7]
 """

@@ -1,8 +1,9 @@
-"""Measures what a key costs Mooncake's master: CPU time per name for put, get and exists, and memory per key.
+"""Measures the cost of a key in Mooncake's master process: CPU time per name for put, get and exists, and memory per
+key.
 
-The master and one owner of memory run in a network namespace on this machine. Values are small, because they do not
-pass through the master. Names and batches are like those of flexkv's remote tier. `--json PATH` writes the result to a
-file.
+The master and one process that provides the store's memory run in a network namespace on this machine. Values are
+small, because they do not pass through the master. Names and batches are like those of flexkv's remote tier. `--json
+PATH` writes the result to a file.
 
     python -m benchmarks.remote_master [--keys 40000]
 """

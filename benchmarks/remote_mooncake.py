@@ -1,8 +1,9 @@
 """Compares flexkv's client of Mooncake Store with raw calls of Mooncake's library, in the same rounds.
 
-The program puts and gets values of 2 MiB in batches of 8, and asks `exists` for 256 names. The master and one owner of
-memory run in a network namespace on this machine. "registered" is the library's own get into memory that was registered
-with it. Prints medians, and ratios to the raw calls; `--json PATH` writes them to a file.
+The program puts and gets values of 2 MiB in batches of 8, and asks `exists` for 256 names. The master and one process
+that provides the store's memory run in a network namespace on this machine. "registered" is the library's own get into
+memory that was registered with the library. Prints medians, and ratios to the raw calls; `--json PATH` writes them to a
+file.
 """
 
 from __future__ import annotations
@@ -103,8 +104,7 @@ def seconds(method: Method) -> float:
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
-    """Returns the medians of all rounds. flexkv's client goes first in every other round, the raw one in the rounds
-    between.
+    """Returns the medians over all rounds. flexkv's client and the raw client take turns at going first.
     """
     bench = Bench(url)
     times: dict[str, list[float]] = {}

@@ -2,9 +2,9 @@
 
 The program puts and gets values of 2 MiB in batches of 8. flexkv's client reads each value directly into its place in
 one buffer. hiredis reads into its own memory, so the time of its get includes a copy of each value to the same place.
-Rounds are interleaved; medians are shown. Probes ask for 256 names. "raw" sends the same bytes over a plain blocking
-socket, and receives the replies without parsing them. hiredis is not probed, because most of the time would go into
-calling it from Python once per name.
+Rounds are interleaved; medians are shown. A probe asks whether the server has 256 names. For comparison, "raw" sends a
+probe's bytes over a plain blocking socket, and receives the replies without parsing them. hiredis makes no probes,
+because most of the time would be spent in calls from Python, one per name.
 
     python -m benchmarks.remote_redis [--rounds 15] [--json FILE]
 """
@@ -62,8 +62,8 @@ class Reply(ctypes.Structure):
 
 
 class NewReply(ctypes.Structure):
-    """The first fields of `redisReply` since hiredis 1.0. In C, `dval` is a double. It is never read here, so an
-    integer of the same size stands for it.
+    """The first fields of `redisReply` since hiredis 1.0. In C, `dval` is a double. This program never reads it, so it
+    is declared as an integer of the same size.
     """
 
     _fields_ = (
@@ -160,7 +160,7 @@ def by_batches(move: Callable[[list[str], Pages], None], names: list[str], pages
 
 
 def measure(server: RedisServer, rounds: int) -> dict[str, dict[str, float]]:
-    """Returns median seconds by operation and client. Those of "get" and "put" are for all values, those of
+    """Returns median seconds by operation and client. The times of "get" and "put" are for all values, and those of
     "exists" for one probe.
     """
     store = open_store(StoreOptions((server.url,)))

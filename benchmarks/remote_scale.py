@@ -1,11 +1,12 @@
 """Simulates units that share a store: counts the calls, names, puts and gets per request, and compares them with the
 formulas of docs/scale.md.
 
-Each unit has host memory for some blocks, and the one store has space for more. All of them evict the least recently
-used blocks. Requests are the turns of conversations (each turn's prompt consists of the previous prompt, its answer,
-and new blocks), or they come from a trace with `hash_ids` and `timestamp`, as in Mooncake's traces. Each request goes
-to a unit drawn at random. Lookups, remembered answers, chunks of questions, and puts follow flexkv's remote tier and
-use its constants. Transfers take no simulated time. `--json PATH` writes the result to a file.
+Each unit has host memory for some blocks, and the units share one store with space for more. The units and the store
+evict the least recently used blocks. Requests are the turns of conversations (each turn's prompt consists of the
+previous prompt, its answer, and new blocks), or they come from a trace with `hash_ids` and `timestamp`, as in
+Mooncake's traces. Each request goes to a unit drawn at random. Lookups, remembered answers, chunks of questions, and
+puts follow flexkv's remote tier and use its constants. Transfers take no simulated time. `--json PATH` writes the
+result to a file.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """
@@ -67,7 +68,7 @@ class Memory:
 
 
 class Unit:
-    """One unit, modelled on flexkv/cache/tiers/remote and the process behind it."""
+    """One unit. It behaves like flexkv/cache/tiers/remote and the helper process of that tier."""
 
     def __init__(self, host_blocks: int, store: Memory, policy: str, counts: Counter[str]) -> None:
         self._host, self._store, self._policy, self._counts = Memory(host_blocks), store, policy, counts
@@ -124,8 +125,8 @@ class Unit:
             self._there.popitem(last=False)
 
     def _put(self, blocks: Sequence[int], now_s: float) -> None:
-        """Puts the blocks that the store is not assumed to have. Asks the store for each first, and leaves out
-        those that it has.
+        """Puts the blocks that are not in the list of blocks that the store is assumed to have. First asks the store
+        for each of them, and leaves out the blocks that the store has.
         """
         new = [block for block in blocks if block not in self._there]
         self._counts["names_of_puts"] += len(new)
@@ -171,8 +172,8 @@ class Result:
 
     Attributes:
         hit: share of all blocks that were hits; `from_store` is the share that came from the store.
-        questions, calls, names: number of questions to the store, of the calls that they take, and of the names in
-            them.
+        questions, calls, names: number of questions to the store, of the calls into which the questions are divided,
+            and of the names in the questions.
         names_of_puts: number of names for which the store is asked before a put.
         predicted_calls, predicted_names: what the formulas predict for `calls` and `names`.
     """
@@ -199,8 +200,8 @@ def simulate(requests: Sequence[Request], units: int, host: int, store: int, pol
     ):
         served[number].serve(request)
     n = counts["requests"]
-    # The formula: each request asks one question, which takes a call per 256 names that the store has, and
-    # one more call.
+    # The formula: each request asks the store one question. A question takes one call per 256 names that the store has,
+    # and one more call.
     lacked, got = counts["lacked"] / n, counts["got"] / n
     calls = 0.0 if policy == "off" else 1 + got / CHUNK
     return Result(

@@ -1,10 +1,11 @@
 """Compares the remote tier, as a unit uses it through its helper process, with raw calls of the store's client in the
 same rounds.
 
-Pages have 2 MiB; the tier seals them when it puts them, and verifies them when it gets them. Questions have 256 keys,
-and are asked while the tier is idle and while it gets pages. "raw" is a separate client in this process. Then the
-program times what the scheduler's thread spends on a lookup of 256 blocks that no tier has: without a remote tier, with
-one, and with one whose breaker is open. Mooncake's processes run in a network namespace.
+Pages have 2 MiB. The tier adds a trailer with digests when it puts a page, and verifies the digests when it gets the
+page. A question asks whether the store has 256 keys. Questions are asked while the tier is idle and while it gets
+pages. "raw" is a separate client in this process. Then the program times what the scheduler's thread spends on a lookup
+of 256 blocks that no tier has: without a remote tier, with one, and with one whose breaker is open. Mooncake's
+processes run in a network namespace.
 
     python -m benchmarks.remote_tier [--store mooncake|redis] [--rounds 9] [--json FILE]
 """
@@ -163,7 +164,7 @@ def percentiles(taken: Sequence[float]) -> dict[str, float]:
 
 
 def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
-    """Returns milliseconds per question about 256 keys, a quarter of which the store has."""
+    """Returns milliseconds per question about 256 keys. The store has a quarter of these keys."""
     keys = chain("asked", ASKED)
     there = keys[:PAGES]
     rig.put(there)

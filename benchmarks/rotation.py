@@ -1,8 +1,8 @@
 """Measures the rotation of keys on one CPU thread. A plain rotation is compared with memcpy. A rotation that is fused
 with the scatter is compared with a rotation and a scatter in separate passes.
 
-Keys have 8 heads of 128 elements, and every token moves by one of 8 distances. Buffers are larger than the CPU caches.
-Figures are medians of interleaved rounds; `--json PATH` writes them to a file.
+Keys have 8 heads of 128 elements. The position of every token changes by one of 8 distances. Buffers are larger than
+the CPU caches. Figures are medians of interleaved rounds; `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def methods(dtype: str, pairing: str) -> dict[str, Callable[[], None]]:
     head_bytes = rotation.row_bytes // HEADS
     source, middle, target = (huge_buffer(BUFFER_BYTES) for _ in range(3))
     random = np.random.default_rng(0)
-    # Only normal numbers, because a subnormal number costs a CPU a hundred cycles, and real keys have none.
+    # The values contain no subnormal numbers, because a subnormal number takes a hundred CPU cycles, and real keys have
+    # none.
     values = random.standard_normal(1 << 20).astype(np.float32)
     encoded = (
         (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)

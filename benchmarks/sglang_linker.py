@@ -3,10 +3,10 @@ time of a request without a hit.
 
 Two engines, one of them without flexkv, run at the same time and take turns, so that other load on the machine affects
 both alike. A hit is measured after the engine dropped its own cache and reused its first pages for another prompt. Each
-hit is compared with one in the engine's own cache, which no other cache can beat. CPU time is user and system time of
-all processes of an engine; in both engines an idle scheduler sleeps. flexkv's own part is also measured by clocks on
-its hooks, and from the CPU time of its threads. That is exact, whereas the difference between two engines is smaller
-than their noise.
+hit is compared with a hit in the engine's own cache, which is as fast as a hit can be. CPU time is user and system time
+of all processes of an engine; in both engines an idle scheduler sleeps. flexkv's own part is also measured by clocks on
+its hooks, and from the CPU time of its threads. These measurements are exact, whereas the difference between two
+engines is smaller than their noise.
 
     python -m benchmarks.sglang_linker [--model wide] [--runs 7] [--json out/sglang_linker.json] [--check]
 """
@@ -48,10 +48,10 @@ class Runs:
     Attributes:
         cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, that comes from the engine's own
         cache, or that comes from flexkv.
-        served: number of tokens of the hit that came from flexkv.
+        served: number of the hit's tokens that came from flexkv.
         cpu_s: CPU seconds per request without hits, by engine.
-        share: CPU time of flexkv's hooks and threads, as a share of what the rest of its engine takes, for requests
-            without hits.
+        share: CPU time of flexkv's hooks and threads, as a share of the CPU time of the rest of the same engine, for
+            requests without hits.
     """
 
     cold_s: list[float] = field(default_factory=list)

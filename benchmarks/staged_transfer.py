@@ -1,9 +1,9 @@
 """Measures staged reads from a file to a layer-first pool in plain memory: CPU time per GB, and I/O calls.
 
 The baseline is the cost that cannot be avoided: a bare O_DIRECT read of the same blocks into a buffer, and one flat
-copy of each block. Every round runs both once, over the same blocks in the same order. CPU time is that of all threads
-of the process. Prints medians; `--json PATH` writes them to a file. The path without staging, with one I/O call per
-run, is timed once to show what the calls cost.
+copy of each block. Every round runs the staged read and the baseline once, over the same blocks in the same order. CPU
+time is that of all threads of the process. Prints medians; `--json PATH` writes them to a file. The path without
+staging makes one I/O call per run; it is timed once to show the cost of these calls.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ SLOTS = 16
 GOAL_RATIO = 1.3
 """The CPU time of a staged read may be at most this multiple of that of a bare read and one copy."""
 GOAL_ROUNDS = 9
-"""The fewest interleaved rounds that give a verdict. On a shared machine single rounds differ by a third."""
+"""Minimum number of interleaved rounds for a verdict. On a shared machine single rounds differ by a third."""
 
 
 @dataclass
 class Case:
-    """Blocks of `chunk` bytes for each K and V of each layer, in a pool [layer][kv][block][chunk], and in one file
-    that has each block contiguously.
+    """Blocks in a pool [layer][kv][block][chunk], and in one file in which each block is contiguous. A block has
+    `chunk` bytes of K and as many of V in each layer.
     """
 
     layers: int
@@ -104,8 +104,7 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, li
 
 
 def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
-    """Measures one geometry. Before anything is timed, the bytes that the staged path reads are compared with the
-    file.
+    """Measures one geometry. Before it times anything, it compares the bytes that the staged path reads with the file.
     """
     staged, runs = case.worker(True, threads), case.worker(False, threads)
     staged.read(case.gpu, case.ssd)

@@ -1,4 +1,4 @@
-"""Finds out which loads and stores ran during an engine's steps, and how long the steps took. Arithmetic only."""
+"""Computes from recorded times which loads and stores ran during an engine's steps, and how long the steps took."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 FEW_TOKENS = 1
-"""A step that computes at most this many tokens of other requests is a decoding step, for which the engine uses a
-CUDA graph. One token is allowed because, with asynchronous scheduling, an engine computes one token more of another
-request than was asked for.
+"""A step that computes at most this many tokens of other requests is a decoding step, for which the engine uses a CUDA
+graph. One token is allowed because, with asynchronous scheduling, an engine computes one more token of another request
+than that request asked for.
 """
 MOST_LONGEST = 10
 
@@ -41,8 +41,8 @@ class Step:
         running: number of requests in the step.
         launched_tokens: the most tokens of other requests in a batch that the engine launched during the step. With
             asynchronous scheduling an engine launches a batch before it has the result of the previous one.
-        adding_s: seconds in which the engine's thread added requests. They are not counted as part of the step, because
-            a server does this in another process.
+        adding_s: seconds in which the engine's thread added requests. They do not count as part of the step, because a
+            server adds requests in another process.
         connector_s: seconds that scheduler and worker spent in calls of the connector.
     """
 
@@ -95,7 +95,7 @@ def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Ste
 
 
 def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
-    """Returns the steps that had only the running request, and during which no copy was in flight."""
+    """Returns the decoding steps that computed only the running request, and during which no copy was in flight."""
     return [
         step
         for step in steps

@@ -1,5 +1,5 @@
-"""The program of the processes that `vllm_beside_gpu` starts. It runs one vLLM engine, with one long request and
-prompts of other requests beside it.
+"""The program of the processes that `vllm_beside_gpu` starts. It runs one vLLM engine with one long request, and with
+prompts of other requests at the same time.
 
 The program reads one JSON line per command from standard input, and answers each command with one line on the file
 descriptor given as its argument. A step ends when the scheduler, which is in this process, gets a batch's result. A
@@ -29,7 +29,7 @@ STEP_LIMIT_S = 120.0
 RUNNING_PROMPT = 512
 """Number of tokens of the running request's prompt."""
 FIRST_STEPS = 20
-"""Number of steps of the running request, at its start, that are not counted."""
+"""Number of steps at the start of the running request that are not counted."""
 TAIL_STEPS = 24
 """Number of steps that are run after another request has ended. That request's store continues in the first of these
 steps; in the others, the running request is alone.
@@ -91,7 +91,7 @@ class Trace:
         self._adding_s += seconds
 
     def forget(self) -> None:
-        """Drops what was recorded, and begins a new window."""
+        """Drops the recorded steps and copies, and begins a new window."""
         self.steps, self.copies = [], []
         self.break_step()
 
@@ -112,7 +112,7 @@ class Trace:
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(*rest: Any, **named: Any) -> Any:
-            if self._in_connector:  # a hook called by another hook is not counted again
+            if self._in_connector:  # a hook that another hook called is already counted
                 return method(*rest, **named)
             self._in_connector, began_s = True, time.perf_counter()
             try:
@@ -207,13 +207,13 @@ class Engine:
         self.end()
         self._number += 1
         self._running, self._tokens = f"{RUNNING}-{self._number}", 0
-        # Each time the prompt is the same and is cached, so that a restart adds no prefill.
+        # The prompt is the same each time, and the engine has it cached, so a restart adds no prefill.
         self._add(self._running, self._prompt(RUNNING_PROMPT, 1), 2 * RENEWED_TOKENS)
         self._more(FIRST_STEPS)
         self.trace.break_step()
 
     def alone(self, steps: int) -> dict[str, Any]:
-        """Runs `steps` steps of the running request with nothing beside it, and returns them."""
+        """Runs `steps` steps of the running request without any other request, and returns the measurements."""
         self.begin()
         self.trace.forget()
         self._more(steps + 1)
@@ -225,7 +225,7 @@ class Engine:
 
         Args:
             streams: numbers of the prompts; equal numbers give equal prompts.
-            least_steps: the time limit ends the window only after this many steps of the running request.
+            least_steps: minimum number of steps of the running request. The time limit does not end the window before.
         """
         ends_s = time.monotonic() + window_s
         self.trace.forget()

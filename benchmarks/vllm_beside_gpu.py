@@ -1,16 +1,17 @@
 """Measures how loads and stores of other requests' KV affect the step times of a running request in the real vLLM.
 
 Three engines run the same random Llama with CUDA graphs: without a connector, with flexkv, and with vLLM's
-OffloadingConnector. In each, one request decodes. Beside it, other prompts are computed (and stored, if there is a
-connector); then prompts that the engine's own cache has evicted come again (and are loaded). Only decoding steps are
-judged, in which no prompt is computed. They are compared with steps of the same window without copies, and with those
-of the engine without a connector: beside the same prompts for stores, and without prompts for loads.
+OffloadingConnector. In each engine, one request decodes all the time. Beside it, new prompts are computed first (and
+stored, if there is a connector). Then prompts that the engine's own cache has evicted come again (and are loaded). Only
+decoding steps, in which no prompt is computed, count. They are compared with the steps of the same window without
+copies, and with the steps of the engine without a connector. For stores, these are its steps beside the same prompts;
+for loads, its steps without other prompts.
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
-Each engine is one process, scheduler included. They start together and are measured one after the other. Each calls the
-function that `--prepare MODULE:FUNCTION` names before it imports vLLM. `--cpu` runs a tiny model on a CPU, which shows
-that the program works, but says nothing about a GPU.
+Each engine is one process, scheduler included. The engines start together and are measured one after the other.
+`--prepare MODULE:FUNCTION` names a function that each engine calls before it imports vLLM. `--cpu` runs a tiny model on
+a CPU, which shows that the program works, but says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Size:
 
     Attributes:
         prompt_tokens: number of tokens of each prompt beside the running request.
-        loaded_prompts: number of prompts that come again in turns; together they are larger than the engine's pool.
-        least_steps: the fewest decoding steps beside copies that give a conclusive result.
+        loaded_prompts: number of prompts that are repeated in turns. All of them together are larger than the engine's
+            pool.
+        least_steps: minimum number of decoding steps during copies for a conclusive result.
     """
 
     layers: int
@@ -252,7 +254,8 @@ class EngineProcess:
 
 
 def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any]:
-    """Measures a running request alone, beside prompts that are computed, and beside prompts that come again.
+    """Measures a running request in three windows: alone, while other prompts are computed, and while evicted prompts
+    come again.
 
     Args:
         window_s: approximate seconds for all of these windows together.
@@ -265,7 +268,7 @@ def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any
         "prompts", limit_s, length=size.prompt_tokens, streams=[2, 3], least_steps=0, window_s=window_s
     )
     found = {"alone": engine.call("alone", limit_s, steps=size.least_steps)}
-    # Each copy is in flight for only a few steps, so prompts come until the time is over.
+    # Each copy is in flight for only a few steps, so the engine gets new prompts until the time is over.
     share_s = (ends_s - time.monotonic()) / 2.2
     fresh = list(range(100, 100 + 10 * size.least_steps))
     found["computed"] = engine.call(
@@ -324,7 +327,8 @@ def summary(windows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """Compares flexkv's steps with those of the same engine alone, and with those of the engine without a connector."""
+    """Compares the steps beside flexkv's copies with the steps of the same engine without copies, and with those of the
+    engine without a connector."""
     if FLEXKV not in summaries:
         return []
     mine = summaries[FLEXKV]

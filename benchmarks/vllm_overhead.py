@@ -1,10 +1,10 @@
-"""Measures what flexkv costs vLLM if no request hits: CPU time per request, including stores, and CPU time when idle.
+"""Measures flexkv's cost in vLLM if no request hits: CPU time per request, including stores, and CPU time when idle.
 
 Two engines run as in a deployment, with the scheduler in its own process, and get the same new prompts in turns. CPU
-time is user and system time of all processes and threads of an engine. Both engines are set to compute on the same
-single CPU. By default, vLLM keeps one more CPU free of its compute threads if any KV connector is configured, but uses
-all CPUs if none would remain. With that default, the engines would differ not only in flexkv but also in their threads.
-`flexkv_cost` measures flexkv's own part alone.
+time is user and system time of all processes and threads of an engine. Both engines compute on the same single CPU. By
+default, vLLM runs no compute threads on one further CPU if any KV connector is configured, unless no CPU would remain.
+With this default, the engines would differ not only in flexkv but also in their threads. `flexkv_cost` measures
+flexkv's own part alone.
 
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
@@ -38,8 +38,8 @@ IDLE_AFTER_S = 5.0
 """Seconds after the last request before the idle CPU share is measured."""
 IDLE_FOR_S = 5.0
 SETTLE_S = 0.3
-"""Seconds to wait until the stores of a request have ended. They outlive the request by milliseconds, and are part
-of its cost.
+"""Seconds to wait until the stores of a request have ended. Stores end some milliseconds after their request, and are
+part of its cost.
 """
 
 
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.advance(task)
         for number in range(arguments.runs + 1):
             requests = fresh_requests(arguments, number)
-            # The engines take turns at going first, because CPU clocks and caches drift.
+            # The engines take turns at going first, because CPU clock rates and cache contents change over time.
             for name in sorted(engines, reverse=bool(number % 2)):
                 progress.update(task, description=f"run {number}: {name}", advance=1)
                 used = batch_seconds(engines[name], requests)
@@ -150,8 +150,8 @@ def main() -> int:
         )
     console.print(table)
     low, _, high = (quartile - 1 for quartile in statistics.quantiles(pairs, n=4))
-    # If the quartiles are on both sides of the limit, the result is not resolved. flexkv cannot save CPU time
-    # here, so a large gain is noise, and is not resolved either.
+    # If the limit is between the quartiles, the result is not resolved. flexkv cannot save CPU time without hits, so a
+    # large saving is noise, and the result is not resolved either.
     resolved = low > EXTRA_CPU_MAX or (high <= EXTRA_CPU_MAX and low >= -EXTRA_CPU_MAX)
     idle_alone = facts["idle_cpu_share"][ALONE]
     idle_extra = facts["idle_cpu_share"][WITH] - idle_alone

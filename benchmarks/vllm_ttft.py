@@ -50,8 +50,8 @@ STREAM_SYNC, STREAM_LAYERWISE = "flexkv sync, disk streamed", "flexkv layerwise,
 ON_DISK = (DISK_SYNC, DISK_LAYERWISE, STREAM_SYNC, STREAM_LAYERWISE)
 NAMES = (SYNC, ASYNC, LAYERWISE, STORE_LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
 SMALL_HOST_BYTES = 74 << 20
-"""Space for 36 pages of 2 MiB and the pool's own records. The blocks of the filler prompt need all of it, so that
-no block of the measured prompt stays.
+"""Size of the host tier for hits from disk: space for 36 pages of 2 MiB and the pool's own records. The blocks of the
+filler prompt need all of this space, so that no block of the measured prompt stays in host memory.
 """
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
@@ -147,8 +147,8 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
     answered_s = time.perf_counter()
     engine.call("drain")
     times.stored.append(time.perf_counter() - answered_s)
-    # Another prompt runs in between, as in production, so that the hit does not profit from what the computed
-    # prompt left in the CPU caches.
+    # Another prompt runs in between, as in production. So the computed prompt's data is no longer in the CPU caches
+    # when the hit is measured.
     engine.generate([{"ids": filler, "max_tokens": 1}])
     engine.call("drain")
     engine.call("reset")
@@ -193,8 +193,8 @@ def _external_hits(engine: EngineProcess) -> float:
 
 
 def from_elsewhere(results: Mapping[str, Times]) -> list[str]:
-    """Returns the connectors with a hit whose pages did not come from where the connector's name says (disk or memory).
-    Their figures measure something else.
+    """Returns the connectors with a hit whose pages came from memory although the connector's name says disk, or from
+    disk although it does not. Such figures do not measure the named method.
     """
 
     def true(name: str, served: int, read: int) -> bool:
@@ -275,8 +275,8 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def added_over_memcpy(times: Times) -> float:
-    """Returns how much longer a hit takes than a hit in the engine's own prefix cache: the median over all runs, in
-    multiples of the time of a memcpy of the same bytes.
+    """Returns the additional time of a hit in flexkv over a hit in the engine's own prefix cache. It is the median over
+    all runs, in multiples of the time of a memcpy of the same bytes.
     """
     runs = zip(times.hit, times.own, times.memcpy, strict=True)
     return statistics.median((hit - own) / memcpy for hit, own, memcpy in runs)

@@ -1,13 +1,13 @@
-"""Measures the digest of all content of a model's weight files: its rate is compared with that of a bare parallel read
-of the same files.
+"""Measures the rate of the digest of all content of a model's weight files, and compares it with the rate of a bare
+parallel read of the same files.
 
 The digest and the bare read take turns at reading files of random bytes, and bypass the page cache. The bare read uses
-as many threads and equally large blocks as the digest, so it shows the rate that the disk allows. Prints medians, their
-ratio, and how long 140 GB would take at the digest's rate, which is computed and not measured; `--json PATH` writes
-them to a file. "background" is the digest as an engine runs it, at the lowest priority: on a busy machine it gets only
-the CPU time that other threads leave. Also prints the CPU seconds per GB of both (the digest needs a core for each 1.5
-to 2 GB/s, whatever the disk's rate), and how long the fingerprint, which reads only samples of the files, takes when no
-file is in the page cache.
+as many threads as the digest, and blocks of the same size, so it shows the rate that the disk allows. "background" is
+the digest as an engine runs it, at the lowest priority. On a busy machine it gets only the CPU time that other threads
+do not use. Prints medians, their ratio, and the time that 140 GB would take at the digest's rate (computed, not
+measured). Also prints the CPU seconds per GB of the digest and of the bare read. The digest needs one core for each 1.5
+to 2 GB/s, whatever the disk's rate. The last figure is the time of the fingerprint, which reads only samples of the
+files, when no file is in the page cache. `--json PATH` writes the figures to a file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Measures how much the digest of all content of the weights delays an engine's start. The same vLLM with a disk tier
-starts alternately with a name for the weights in its settings, so that no digest is needed, and without one.
+starts alternately in two ways: with a name for the weights in its settings, so that no digest is needed, and without a
+name.
 
 The weights are dropped from the page cache before each start, so that the engine reads them from the disk. Each start
 gets a new folder, which contains no digest from an earlier start. Prints medians of three times: from the start of the
-process until the engine is ready, from then until its first answer, and from the start of the process until the weights
-are identified. `--json PATH` writes them to a file.
+process until the engine is ready, from then until the engine's first answer, and from the start of the process until
+the digest has identified the weights. `--json PATH` writes them to a file.
 """
 
 from __future__ import annotations

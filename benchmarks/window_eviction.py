@@ -2,9 +2,10 @@
 
 One KV group with full attention and five with windows share the slots of a native index. A hit can end only where all
 groups have the pages that it needs. The pages of windows are stored at the end of each prompt, every `--checkpoint`
-tokens before its end, and where a prompt diverges from earlier ones. Two policies for these pages are compared: all
-pages in one order of use (`lru`), and pages of checkpoints as spare blocks (`spare`). A cache of N tokens has slots for
-all six groups' pages of N tokens. The size `all` has slots for everything.
+tokens before its end, and where a prompt diverges from earlier ones. Two eviction policies for these pages are
+compared. With `lru`, all pages are evicted in the order of their last use. With `spare`, pages of checkpoints are
+stored as spare blocks (docs/architecture.md), and may be evicted before other pages. A cache of N tokens has slots for
+all six groups' pages of N tokens. The size `all` has slots for the pages of the complete trace.
 
     python -m benchmarks.window_eviction TRACE [--tokens 1000000 3000000]
 
