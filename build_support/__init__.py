@@ -1,3 +1,2 @@
-"""Tools with which setup.py, the Makefile and the tests check the machine, make environments and build the native
-core.
+"""Tools for setup.py, the Makefile and the tests. They check the machine, make environments and build the native core.
 """

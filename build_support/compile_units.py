@@ -1,13 +1,14 @@
 """Decides which source files are compiled as one unit.
 
-The compiler spends much of its time on headers that most files of a folder include. So in variants with a sanitizer,
-which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit. A unit is a generated file that
-includes these files. Compiler messages still show the included file. Any two files of a folder can be in one unit, so
-declarations in their anonymous namespaces need different names; otherwise the compiler reports a redefinition and names
-both files.
+The compiler spends much of its time on headers that most files of a folder include. In variants with a sanitizer, which
+are only for tests, it therefore compiles up to `TOGETHER` files of a folder as one unit. A unit is a generated file
+that includes these files. Compiler messages still show the included file. Any two files of a folder can be in one unit,
+so declarations in their anonymous namespaces need different names; otherwise the compiler reports a redefinition and
+names both files.
 
-Variants that users run have one object for each file, so that after a change only one file is compiled again. Only
-bindings, which instantiate much of pybind11 and are compiled quickly, come in units of up to `BINDINGS_TOGETHER`.
+Variants that users run have one object for each file, so that after a change only one file is compiled again. Bindings
+are the exception: they are compiled in units of up to `BINDINGS_TOGETHER` files, because each file of bindings
+instantiates much of pybind11.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOGETHER = 12
-"""The most files per unit. Larger units would save little compile time, and a change in one file would recompile
-more.
+"""Maximum number of files per unit. Larger units would save little compile time, and a change in one file would
+recompile more files.
 """
 
 BINDINGS_TOGETHER = 4
-"""Most files per unit of bindings, in variants that users run. Compiling bindings together takes two thirds of the time
-of compiling them one by one.
+"""Maximum number of files per unit of bindings, in variants that users run. Compiling bindings in units takes two
+thirds of the time of compiling each file separately.
 """
 
 EMULATES_CUDA = "emulated_cuda.h defines words of CUDA as macros, and must come before headers that use them"
@@ -57,15 +58,15 @@ class Unit:
     sources: tuple[Path, ...]
 
     def name(self, root: Path) -> str:
-        """The unit's name, from the folder below `root` and the first and last file:
+        """The unit's name. It consists of the folder below `root` and the first and last file, such as
         `csrc.layout.kv_view-to-slot_image.cpp`.
         """
         folder = self.sources[0].parent.relative_to(root).as_posix().replace("/", ".")
         return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
 
     def text(self, folder: Path) -> str:
-        """The content of the unit's file in `folder`. It is the same in every copy of the tree, so that a compiler
-        cache recognises it.
+        """The content of the unit's file in `folder`. The content is the same in every copy of the tree, so that a
+        compiler cache recognises it.
         """
         paths = [os.path.relpath(source, folder) for source in self.sources]
         return BEGINNING + "".join(f'#include "{path}"\n' for path in paths)
@@ -75,7 +76,7 @@ def units(
     sources: Iterable[Path], root: Path, flags: Callable[[Path], str], most: int = TOGETHER
 ) -> list[Unit]:
     """Divides `sources`, which are below `root`, into units of at most `most` files. The files of a unit are in one
-    folder and have equal `flags`. Each file in `ALONE`, and each that is not C++, is a separate unit.
+    folder and have equal `flags`. Each file in `ALONE`, and each file that is not C++, is a separate unit.
     """
     found, together = [], defaultdict(list)
     for source in sources:

@@ -1,8 +1,10 @@
-"""Makes compiler warnings errors if FLEXKV_WERROR asks for it, without recompiling files that compiled cleanly.
+"""Turns compiler warnings into errors if FLEXKV_WERROR is `1`, without recompiling files that compiled without a
+warning.
 
-ninja recompiles a file whose command has changed. An object that compiled without a warning is the same with the flag
-and without, so the flag is not part of the command but reaches the compiler through the environment. An object that
-compiled with a warning has a marker file beside it, and is recompiled if warnings are errors.
+ninja recompiles a file whose command has changed. But if a file compiles without a warning, its object does not depend
+on the compiler's flag for warnings (`-Werror`). So the flag is not part of the command; the compiler gets it through
+the environment. If a file compiles with a warning, its object gets a marker file beside it. Such a file is recompiled
+if warnings are errors.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ def warnings_are_errors() -> bool:
 
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
-    """Returns a ninja command that runs a compiler's `command` with the flag in the environment variable
-    `variable`, and makes or removes the marker file.
+    """Returns a ninja command that runs a compiler's `command` and makes or removes the marker file. The command adds
+    the flag that the environment variable `variable` has.
     """
     note = f"$out{NOTE}"
     return (

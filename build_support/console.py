@@ -1,4 +1,4 @@
-"""Prints the output of the build tools: one line per step, and errors that say what to do."""
+"""Prints the output of the build tools: one line per step, and errors that tell the user how to fix them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def say(text: str) -> None:
-    """Prints one line of progress without buffering."""
+    """Prints one line of progress, and flushes it immediately."""
     print(f"flexkv: {text}", flush=True)
 
 

@@ -45,11 +45,13 @@ def find_nvcc() -> str | None:
 
 
 def probe(nvcc: str) -> CudaToolkit | str:
-    """Tries the toolkit of `nvcc`. Returns the toolkit if it works, otherwise a text that says why it does not."""
+    """Compiles and links a probe kernel with the toolkit of `nvcc`. Returns the toolkit if this works, otherwise a text
+    that says why it does not."""
     version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     match = re.search(r"release (\d+)\.(\d+)", version_text)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
-    # nvcc may be a wrapper script or a link, so its folder does not show where its toolkit is. nvcc itself says so.
+    # nvcc may be a wrapper script or a link, so its folder need not be the toolkit's folder. A dry run of nvcc prints
+    # the toolkit's folder.
     dry = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.*)$", dry, re.M)
     home = os.path.realpath(top[1].strip()) if top else str(Path(os.path.realpath(nvcc)).parents[1])
@@ -68,7 +70,7 @@ def select_toolkit(mode: str) -> CudaToolkit | None:
     """Returns the toolkit for FLEXKV_CUDA=`mode`. `auto` uses one if it works, `1` requires one, and `0` uses none.
 
     Raises:
-        ValueError: `mode` is none of these three.
+        ValueError: `mode` is none of these three values.
         RuntimeError: `mode` is `1` and no toolkit works.
     """
     if mode not in ("auto", "0", "1"):

@@ -14,7 +14,7 @@ from build_support.console import fail
 
 ROOT = Path(__file__).resolve().parents[1]
 MAJOR = 19
-"""Version of clang-format; other versions format differently with the same .clang-format."""
+"""The required version of clang-format. Other versions format the code differently with the same .clang-format file."""
 SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
@@ -22,7 +22,7 @@ def find_program() -> str:
     """Returns the path of clang-format 19: this environment's, or one on PATH if the environment has none.
 
     Raises:
-        SystemExit: neither has clang-format 19.
+        SystemExit: neither the environment nor PATH has clang-format 19.
     """
     own = Path(sys.executable).with_name("clang-format")
     candidates = [

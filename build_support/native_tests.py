@@ -1,7 +1,7 @@
 """Builds the native test program of a variant.
 
-As a program, this module builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints the path of the
-test program.
+If run as a program, this module builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE select, and prints the path of
+the test program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Writes and runs the ninja file of a build variant.
 
 Variants differ in two properties: with CUDA or without, and which sanitizer, if any. The variants with and without CUDA
-share a folder under build/ and all objects except the few that differ, so that building both takes little longer than
-building one. The Python bindings, which include pybind11, and the native tests, which include doctest, are each
-compiled with a precompiled header. Bindings, and with a sanitizer all other files too, are compiled in units of several
-files (compile_units.py).
+share a folder under build/, and all objects except a few that differ. So building both variants takes little longer
+than building one. The Python bindings, which include pybind11, and the native tests, which include doctest, are each
+compiled with a precompiled header. Bindings are compiled in units of several files (compile_units.py). With a
+sanitizer, all other files are, too.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ bandwidth. If warnings are errors, the build then fails.
 
 @dataclass(frozen=True)
 class Variant:
-    """The properties in which one build differs from another. `toolkit` is None without CUDA; `sanitizer` is a key
-    of SANITIZERS.
+    """The properties in which builds differ. `toolkit` is None for a build without CUDA; `sanitizer` is a key of
+    SANITIZERS.
     """
 
     toolkit: CudaToolkit | None
@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`: the name of the folder for the objects that differ between builds with and without CUDA."""
+        """The name of the folder for the objects that differ between builds with and without CUDA: `cuda` or `cpu`."""
         return "cuda" if self.toolkit else "cpu"
 
     @property
@@ -82,8 +82,8 @@ class Variant:
 
 
 def interface_id() -> str:
-    """Returns a digest of the native core's Python interface, flexkv/c_ext.pyi. The core is built with the digest, and
-    flexkv/native_core.py compares it with that of the package.
+    """Returns a digest of the native core's Python interface, flexkv/c_ext.pyi. The digest is compiled into the core.
+    flexkv/native_core.py compares it with the digest of the package's c_ext.pyi.
     """
     return hashlib.sha256((ROOT / "flexkv" / "c_ext.pyi").read_bytes()).hexdigest()[:12]
 
@@ -119,18 +119,20 @@ HEADERS = {
 """The text of each precompiled header, by its name."""
 
 DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
-"""Files whose code depends on whether CUDA is built in; all others have one object for both variants."""
+"""Files whose code depends on whether the build has CUDA. All other files have one object for both variants."""
 
 QUICKLY_COMPILED = "-O1 -g0"
-"""Flags for tests, and for bindings that only pass arguments on; compiling takes half the time of `-O3`."""
+"""Compiler flags for tests, and for bindings that only pass arguments on. Compiling with them takes half the time of
+`-O3`."""
 
 SANITIZED = {"address": "-Og", "thread": "-O1", "undefined": "-Og"}
-"""Optimisation flags by sanitizer. At `-O1`, optimising the checks of `address` and `undefined` takes as long as
-everything else together.
+"""Optimisation flags by sanitizer. At `-O1`, optimising the checks that `address` and `undefined` add takes as long as
+the rest of the compilation.
 """
 
 QUICKLY_SANITIZED = {"address": "-O0", "thread": "-O1", "undefined": "-O0"}
-"""Optimisation flags of tests and bindings, by sanitizer. Reports about this code must have correct line numbers."""
+"""Optimisation flags of tests and bindings, by sanitizer. A sanitizer's reports about this code need only correct line
+numbers, not speed."""
 
 TESTS_SANITIZED = {"address": "-fno-sanitize=undefined"}
 """Further flags for tests, by sanitizer. Checks of undefined behaviour in a test itself would take a quarter of its
@@ -139,9 +141,9 @@ compile time; the code that it calls is checked.
 
 
 def _precompiled_header(source: Path, sanitizer: str) -> str:
-    """Returns the precompiled header with which a file is compiled quickly, `bindings` or `tests`; "" if it is compiled
-    as usual. In variants that users run, bindings that read lists of tokens or keys are optimised, because they are in
-    the hot path.
+    """Returns the name of the precompiled header with which a file is compiled quickly, `bindings` or `tests`; "" if
+    the file is compiled as usual. In variants that users run, bindings that read lists of tokens or keys are compiled
+    with full optimisation, because they are in the hot path.
     """
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
@@ -155,15 +157,15 @@ DOCTEST_MAIN = ROOT / "tests" / "native" / "main.cpp"
 """The file that defines doctest's `main`."""
 
 FAKE_DRIVER = sorted((ROOT / "tests" / "native").glob("fake_cuda*.cpp"))
-"""The fake of a GPU's driver, which is part of the native test program and of the tests' own extension."""
+"""The files of the fake GPU driver, which is part of the native test program and of the tests' own extension."""
 
 TESTING = ROOT / "csrc" / "testing"
-"""Folder of code that only tests use; it is part of the native test program and of the tests' own extension."""
+"""Folder of code that only tests use. The code is part of the native test program and of the tests' own extension."""
 
 
 def _sources(variant: Variant) -> list[Path]:
-    """Returns every .cpp file of the product. With a CUDA toolkit, the *_stub.cpp files are left out and the .cu files
-    are added, which define the same symbols.
+    """Returns the source files of the product. Without a CUDA toolkit, these are all .cpp files. With one, the
+    *_stub.cpp files are replaced by the .cu files, which define the same symbols.
     """
     cpp = [s for s in sorted((ROOT / "csrc").rglob("*.cpp")) if not s.is_relative_to(TESTING)]
     if variant.toolkit:
@@ -186,8 +188,8 @@ class NinjaFile:
             optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 {SANITIZED[variant.sanitizer]}"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        # Each of pip's isolated builds has its pybind11 in a new folder. A link with a fixed name keeps the commands
-        # the same, so that compiled files are reused.
+        # Each of pip's isolated builds has its pybind11 in a new folder. The commands use a link with a fixed name, so
+        # that they stay the same and compiled files are reused.
         self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
         python = f"-isystem {self._pybind11[0]} -isystem {sysconfig.get_paths()['include']}"
         cuda_libs = ""
@@ -247,8 +249,8 @@ class NinjaFile:
             ]
 
     def _objects(self, sources: list[Path]) -> list[str]:
-        """Adds the objects of `sources`: one for each unit (of bindings, or with a sanitizer of any files), and one for
-        each other file.
+        """Adds the objects of `sources`: one for each unit, and one for each file outside a unit. Bindings are in
+        units; with a sanitizer, so are all other files.
         """
         if self.variant.sanitizer:
             units = compile_units.units(sources, ROOT, self._flags)
@@ -305,8 +307,8 @@ class NinjaFile:
         return f" | {self._precompiled(header)}" if header else ""
 
     def _precompiled(self, header: str) -> str:
-        """Adds the precompiled header's target, if it is not there yet, and returns its name. Compilers use
-        `x.h.gch` if a file includes `x.h` first.
+        """Adds the target of the precompiled header `header` if the ninja file does not have it yet, and returns the
+        target's name. If a file includes `x.h` first, compilers use `x.h.gch` in its place.
         """
         target = f"{header}.h.gch"
         if header not in self._headers:
@@ -329,8 +331,9 @@ class NinjaFile:
         """Adds the tests' own Python extension, from `csrc/testing`, and returns its path. `add_extension` must be
         called first.
 
-        The extension contains the fake of a GPU's driver, and its own copy of the parts of the core that it uses,
-        because the product's extension hides its symbols. A class that both extensions bind is one class in Python.
+        The tests' extension contains the fake GPU driver. It also contains its own copy of the parts of the core that
+        it uses, because the product's extension hides its symbols. If both extensions bind a class, it is the same
+        class in Python.
         """
         objects = self._objects([*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER])
         core = f"{self.variant.device}/core.a"
@@ -379,9 +382,9 @@ class NinjaFile:
 
 
 def _ninja() -> list[str]:
-    """Returns the command of the environment's own ninja, or of the machine's if it has none. Versions of ninja hash
-    commands differently. If this ninja were older than that of pip's isolated builds, everything would be recompiled
-    after each such build.
+    """Returns the command of the environment's own ninja, or of the machine's ninja if the environment has none.
+    Versions of ninja hash commands differently. If this ninja were older than the ninja of pip's isolated builds,
+    everything would be recompiled after each such build.
     """
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]

@@ -1,4 +1,4 @@
-"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log with an occasional line."""
+"""Runs ninja and shows its progress. On a terminal this is ninja's own status line; a log gets an occasional line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from build_support.console import say
 EVERY_S = 15.0
 """Seconds between two lines in a log."""
 SILENCE_S = 1.0
-"""Seconds without output after which it is time to check whether a line of the log is due. One CUDA file can take
-minutes.
+"""After this many seconds without output of ninja, the program checks whether to print a line of progress. Compiling
+one CUDA file can take minutes.
 """
 
 STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
@@ -36,7 +36,7 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
         subprocess.CalledProcessError: a compile or link step failed.
     """
     environ = {**os.environ, **(variables or {}), "NINJA_STATUS": "[%f/%t] "}
-    # In MAKEFLAGS `make -j` lists file descriptors of its job server, which it passes only to other makes.
+    # `make -j` lists file descriptors of its job server in MAKEFLAGS, but passes these descriptors only to other makes.
     environ.pop("MAKEFLAGS", None)
     if sys.stdout.isatty():
         subprocess.check_call(command, env=environ)

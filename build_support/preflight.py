@@ -45,7 +45,8 @@ class Need:
     Attributes:
         name: the need's name in `system_packages`.
         reason: what the program or library is for.
-        missing: a function that returns None if the machine has it, and otherwise says what is wrong.
+        missing: a function that returns None if the machine has the program or library, and otherwise a text that says
+            what is wrong.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Need:
 
 @dataclass(frozen=True)
 class OptionalNeed(Need):
-    """A program or library that only some tests need. They are skipped if the machine lacks it.
+    """A program or library that only some tests need. These tests are skipped if the machine lacks it.
 
     Attributes:
         skipped: the path of these tests, relative to `tests/`.
@@ -70,7 +71,7 @@ def compiler() -> str | None:
 
 
 def _build_probe(source: str, *flags: str) -> str | None:
-    """Returns None if the compiler builds and links `source`, otherwise the first error."""
+    """Returns None if the compiler can compile and link `source`; otherwise the first error."""
     found = compiler()
     if found is None:
         return "no g++, c++ or clang++ on PATH, and CXX is not set"
@@ -139,7 +140,7 @@ def no_sftp() -> str | None:
 
 
 def sftp_server() -> Path | None:
-    """The path of OpenSSH's SFTP server, which is in no folder of PATH."""
+    """Returns the path of OpenSSH's SFTP server; None if there is none. The server is in no folder of PATH."""
     return next((path for path in SFTP_SERVERS if path.exists()), None)
 
 
@@ -215,7 +216,8 @@ def check(needs: tuple[Need, ...]) -> None:
 
 
 def advise(needs: tuple[OptionalNeed, ...]) -> None:
-    """Prints one line for each missing need: what is skipped without it, and how to install it. Installs nothing."""
+    """Prints one line for each missing need: the tests that are skipped without it, and how to install it. Installs
+    nothing."""
     for need, why in _missing(needs):
         command = system_packages.install_command([need.name]) or "your package manager"
         say(

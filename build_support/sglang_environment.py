@@ -1,8 +1,9 @@
 """Makes the environment in which the tests run the real SGLang on a CPU.
 
 `python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) must be run by the Python that built the
-native core, because the environment does not install flexkv again but finds it in the working tree. SGLang and vLLM pin
-different versions of the same packages, so their environments share none. This module uses only the standard library.
+native core, because the environment uses flexkv from the working tree and does not install it again. SGLang and vLLM
+pin different versions of the same packages, so their environments share no packages. This module uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -55,15 +56,16 @@ def make(folder: Path) -> None:
 
 
 def _link_working_tree(folder: Path) -> None:
-    """Lets the environment's Python find this working tree, the replacements of GPU code for a CPU, and flexkv's
-    entry points.
+    """Makes this working tree, the CPU replacements of GPU code, and flexkv's entry points visible to the environment's
+    Python.
     """
     python = folder / "bin" / "python"
     program = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
     site = Path(done.stdout.strip())
     (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\nimport torchvision_operators\n")
-    # Only the metadata, because an editable install would rebuild the native core with this environment's paths.
+    # Installs only flexkv's metadata, because an editable install would rebuild the native core with this environment's
+    # paths.
     command = [str(python), "setup.py", "-q", "dist_info", "--output-dir", str(site)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if told.returncode != 0:

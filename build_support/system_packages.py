@@ -15,11 +15,11 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class PackageManager:
-    """How one family of Linux distributions names and installs system packages.
+    """The package manager of one family of Linux distributions: its commands and package names.
 
     Attributes:
-        names: the packages of each need, by the need's name; a need that is not listed comes with the compiler's
-            packages.
+        names: name of each need (`preflight.Need`) -> its packages. A need that is not listed comes with the packages
+            of the compiler.
     """
 
     program: str
@@ -27,8 +27,8 @@ class PackageManager:
     names: dict[str, tuple[str, ...]]
 
 
-# Debian has separate packages of venv and headers for each Python version; `python3-*` are those of its default
-# version.
+# Debian has separate packages of venv and headers for each Python version. The packages `python3-*` belong to Debian's
+# default version.
 _DEBIAN_PYTHON = (
     "python3" if os.path.realpath(sys.executable) == os.path.realpath("/usr/bin/python3") else PYTHON
 )
@@ -81,8 +81,8 @@ def install_command(needs: list[str]) -> str | None:
 
 
 def may_install() -> bool:
-    """Whether missing packages are installed without asking: as root, or with a sudo that asks for no password, unless
-    FLEXKV_INSTALL_SYSTEM is 0.
+    """Whether missing packages are installed without asking the user. This needs root, or a sudo that asks for no
+    password. FLEXKV_INSTALL_SYSTEM=0 forbids it.
     """
     asked = os.environ.get("FLEXKV_INSTALL_SYSTEM", "1")
     if asked not in ("0", "1"):
@@ -104,7 +104,7 @@ def install(needs: list[str]) -> bool:
     found = manager()
     assert found is not None
     say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {install_command(needs)}")
-    # `env` sets the variable, because sudo does not pass variables on.
+    # `env` sets the variable, because sudo does not pass environment variables on.
     as_root = [*_without_password(), "env", "DEBIAN_FRONTEND=noninteractive"]
     if found.program == "apt-get":
         # Fetches the package lists, which a new container image lacks.
@@ -114,7 +114,8 @@ def install(needs: list[str]) -> bool:
 
 
 def _without_password() -> tuple[str, ...]:
-    """Returns the words to put before a command so that it runs as root, or fails if that would need a password."""
+    """Returns the words to put before a command so that it runs as root. If that needs a password, the command
+    fails."""
     return () if os.geteuid() == 0 else ("sudo", "-n")
 
 

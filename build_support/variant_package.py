@@ -1,8 +1,8 @@
-"""Makes a copy of the working tree that imports a different build variant of the native core, for tests under a
+"""Makes a copy of the working tree whose flexkv imports a different build variant of the native core, for tests under a
 sanitizer.
 
-The copy is in the variant's build folder. It consists of links, but its folders `flexkv` and `tests` have the
-variant's extensions in place of those of the working tree, which are not changed.
+The copy is in the variant's build folder and consists of links. Only its folders `flexkv` and `tests` contain the
+variant's extensions in place of those of the working tree. The working tree is not changed.
 """
 
 from __future__ import annotations

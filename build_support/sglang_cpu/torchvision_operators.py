@@ -1,9 +1,10 @@
 """Adds operators that SGLang's wheel expects and that torch for a CPU lacks. A line of the environment's .pth file
-imports this module when Python starts, in child processes too. A module `sitecustomize` would not work, because
-Debian's Python has one that is found first.
+imports this module when Python starts, in child processes too. A module named `sitecustomize` would not work, because
+Debian's Python finds its own module of this name first.
 
-torchvision from PyPI is linked to CUDA: its native part does not load with a torch for CPUs, and then its own import
-fails because of undeclared operators. Declared operators need no code, because they are never called.
+torchvision from PyPI is linked to CUDA, so its native part does not load with a torch for CPUs. Then the import of
+torchvision fails, because its operators are not declared. This module declares them. The declared operators need no
+code, because they are never called.
 """
 
 import sys
@@ -32,7 +33,7 @@ class _BeforeTorchvision(MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             for operator in VISION_OPERATORS:
                 library.define(operator)
-            # Kept, because the declarations end when this object is freed.
+            # A reference to the library is stored, because the declarations end when this object is freed.
             _BeforeTorchvision.library = library
         return None
 

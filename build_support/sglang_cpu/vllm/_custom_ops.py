@@ -1,4 +1,4 @@
-"""Functions that SGLang imports on a CPU but does not call, because it uses its own torch layers there."""
+"""Functions that SGLang imports on a CPU but does not call, because on a CPU it uses its own torch layers."""
 
 from typing import NoReturn
 
