@@ -1,3 +1,3 @@
-"""A demo that runs conversations through a real engine with flexkv, and the tools to start and control such an
-engine.
+"""A demo that runs conversations through a real engine with flexkv. Also has the tools to start and control a real
+engine, which tests and benchmarks use.
 """

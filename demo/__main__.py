@@ -1,8 +1,8 @@
 """`python -m demo`: runs conversations through two real vLLM engines, one with flexkv and one without, and checks that
-their answers agree. Then does the same with one prompt and a model with sliding windows.
+the two engines give the same answers. Then does the same with one prompt and a model with sliding windows.
 
-Exits with 0 if every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
-wherever it should have; otherwise with 1.
+The exit code is 0 if every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
+in every turn in which it should; otherwise 1.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_WIDTH))  # lines of a log need not fit a terminal
+        console = Console(width=max(console.width, TABLE_WIDTH))  # output to a file need not fit a terminal's width
     started = time.monotonic()
-    # The engines inherit this. On two cores that other programs use too, two threads would mostly wait for
+    # The engines inherit this variable. On two cores that other programs use too, two threads would mostly wait for
     # each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -93,8 +93,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
             "load.mode": arguments.load_mode,
             "disk.folders": str(_empty_folder(arguments.out / "disk")),
             "disk.bytes_per_folder": DISK_BYTES,
-            # With the default, flexkv might never read from disk, because the model is so small that computing may be
-            # faster.
+            # With the default, True, flexkv might never read from disk, because computing may be faster with such a
+            # small model.
             "disk.compute_if_faster": False,
         }
     }
@@ -106,7 +106,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         said: set[str] = set()
 
         def now(description: str, line: str | None = None) -> None:
-            """Shows what begins now. A log has no progress bar, so there this prints `line` (default:
+            """Shows the step that begins. A log has no progress bar, so in a log this prints `line` (default:
             `description`), once.
             """
             bar.update(task, description=description, advance=1)
@@ -155,8 +155,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Makes the folder, without the pages of an earlier run, so that the first answers are cold. Returns its
-    absolute path.
+    """Makes the folder, and removes the pages of an earlier run from it, so that the first answers are computed.
+    Returns the folder's absolute path.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

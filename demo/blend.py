@@ -1,8 +1,8 @@
-"""`python -m demo.blend`: asks the real vLLM prompts that contain four documents in different orders. Each document was
-computed separately before. vLLM blends the prompts at several ratios, and computes them in full for comparison.
+"""`python -m demo.blend`: sends prompts to the real vLLM that contain four documents in different orders. Each document
+was computed separately before. vLLM blends the prompts at several ratios, and computes them in full for comparison.
 
-The time of an answer is the time from the request to its first token, including any wait for cached pages. Exits with 1
-if the answers at ratio 1 differ from those of the full computation, or if a request was not blended.
+The time of an answer is the time from the request to the first token, including any wait for cached pages. The exit
+code is 1 if the answers at ratio 1 differ from those of the full computation, or if a request was not blended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
         name: "full" for the full computation; otherwise the ratio.
         seconds: seconds to the first token, one entry per prompt.
         processor_s: seconds of CPU time for a prompt and its answer, one entry per prompt. Other work on the machine
-            hardly changes them.
+            hardly changes CPU times.
         same_tokens: share of the answers' tokens that are equal to those of the full computation.
         off: mean absolute difference between the first token's log probability and that of the full computation.
     """
@@ -78,8 +78,8 @@ class Documents:
             engine.generate([self._request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, order: Sequence[int], ratio: float | None) -> dict[str, Any]:
-        """Returns the answer to a prompt with the documents in this order. `ratio` is the blending ratio; None
-        computes the prompt in full.
+        """Returns the answer to a prompt with the documents in the order `order`. `ratio` is the blending ratio; if it
+        is None, the engine computes the prompt in full.
         """
         ids, segments = [], []
         for number in order:
@@ -104,12 +104,12 @@ class Documents:
 
 
 def measure(engine: EngineProcess, documents: Documents, rounds: int) -> list[Row]:
-    """Asks one prompt per method in each round. Each round has the documents in a different order."""
+    """Sends one prompt per method in each round. Successive rounds have the documents in different orders."""
     documents.store(engine)
     ways: list[float | None] = [None, *RATIOS]
     answers: dict[float | None, list[dict[str, Any]]] = {way: [] for way in ways}
     for way in ways:
-        documents.ask(engine, ORDERS[-1], way)  # not counted, so that one-time setup affects no method
+        documents.ask(engine, ORDERS[-1], way)  # not counted: a first request includes one-time setup
     for number in range(rounds):
         for way in ways:
             answers[way].append(documents.ask(engine, ORDERS[number % len(ORDERS)], way))
@@ -126,7 +126,8 @@ def _row(way: float | None, answers: list[dict[str, Any]], full: list[dict[str, 
 
 
 def problems(rows: Sequence[Row], blended: float, rounds: int) -> list[str]:
-    """Returns what is wrong with the run. `blended` is the number of requests that flexkv counted as blended."""
+    """Returns a text for each problem of the run. `blended` is the number of requests that flexkv counted as
+    blended."""
     found = []
     exact = next(row for row in rows if row.name == "1")
     if exact.same_tokens < 1 or exact.off > 0:
@@ -156,7 +157,8 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes a picture with the times of all methods, and with how far the log probabilities of all ratios are off."""
+    """Draws the times of all methods, and the error of the log probabilities for each ratio, and writes the picture to
+    `path`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,6 @@
-"""The demo's script. It plays one conversation cold, the same one after the engine dropped its cache, then more
-conversations than the engine's pool holds, and finally the first one again in a new engine process.
+"""The demo's script, in four phases. It plays one new conversation, and plays it again after the engine dropped its
+cache. Then it plays more conversations than the engine's pool can hold. Finally it plays the first conversation again
+in a new engine process.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from demo.model import ModelShape, prompt_tokens
 BLOCK_TOKENS = 32
 """The smallest block that vLLM allows on a CPU."""
 POOL_BLOCKS = 129
-"""Number of blocks in the engine's own pool, including the null block. The first prompts of the phase "crowd" alone
-need 144 blocks.
+"""Number of blocks in the engine's own pool, including vLLM's null block. The pool is too small for the phase "crowd",
+whose first prompts need 144 blocks.
 """
 
 FIRST_PROMPT_TOKENS = 1024
@@ -38,9 +39,10 @@ class Turn:
     """One prompt, its answer, and the measurements.
 
     Attributes:
-        phase: "cold", "warm" (the engine dropped its own cache before), "crowd", or "disk" (a new process answers).
+        phase: "cold" (nothing is cached), "warm" (the engine dropped its own cache before), "crowd" (more conversations
+            than the engine's pool holds), or "disk" (a new process answers).
         served: number of prompt tokens that came from flexkv.
-        expects: the fewest prompt tokens that flexkv must serve; otherwise the run has failed.
+        expects: minimum number of prompt tokens that flexkv must serve. If it serves fewer, the run has failed.
         load_seconds: seconds from the submission of the loads until the engine got their results.
     """
 
@@ -65,7 +67,8 @@ class Turn:
 class Script:
     """Plays the script on two engines in turns, so that other load on the machine affects both alike.
 
-    Both get the same prompts. A prompt of a later turn contains the earlier answers of the engine without flexkv.
+    Both engines get the same prompts. The prompt of a later turn contains the answers that the engine without flexkv
+    gave in earlier turns.
     """
 
     engine: EngineProcess
@@ -110,8 +113,8 @@ class Script:
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
 
     def warm(self) -> None:
-        """Asks the same prompts again. Before each, the engines drop their own caches, as if prompts of other users had
-        evicted everything.
+        """Sends the prompts of the phase "cold" again. Before each prompt, the engines drop their own caches, as if
+        prompts of other users had evicted everything.
         """
         for number, prompt in enumerate(self._prompts):
             self._forget()
@@ -119,8 +122,8 @@ class Script:
         self._forget()
 
     def crowd(self) -> None:
-        """Plays conversations in rotation. Together they are larger than the engine's pool, so that the second turn of
-        each conversation finds the start of its prompt evicted.
+        """Plays several conversations in rotation. All of them together are larger than the engine's pool. So when a
+        conversation's second turn comes, the pool has evicted the start of its prompt.
         """
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
@@ -129,8 +132,8 @@ class Script:
                 prompts[talk] = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 2000 + 10 * talk + number)]
 
     def disk(self) -> None:
-        """Asks the first conversation's prompts again in a new engine process, which can get their pages only from
-        disk.
+        """Sends the first conversation's prompts again to a new engine process. This process can get their pages only
+        from disk.
         """
         self.engine = self.restart()
         self._warm_up(self.engine)
@@ -144,7 +147,8 @@ class Script:
         [plain] = self.alone.generate([request])
         before = self.engine.metrics()
         [result] = self.engine.generate([request])
-        # Stores end a moment after their request. Their bytes count for this turn, so the turn waits for the stores.
+        # A request's stores end shortly after the request. Their bytes count for the request's turn, so the turn waits
+        # for them.
         self.engine.call("drain")
         after = self.engine.metrics()
 
@@ -203,8 +207,8 @@ def whole_blocks(prompt_tokens: int) -> int:
 
 
 def problems(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Yields what is wrong with a run. Yields nothing if flexkv served the expected tokens, and every answer equals
-    the reference.
+    """Yields a text for each problem of a run. Yields nothing if flexkv served the expected tokens, and every answer
+    equals the reference.
     """
     if not len(turns) == len(reference) == turn_count():
         yield f"{len(turns)} turns were played, {len(reference)} without flexkv, of {turn_count()}"

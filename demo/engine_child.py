@@ -1,4 +1,5 @@
-"""The child process of `EngineProcess`. It contains one vLLM engine, and runs one operation for each JSON message.
+"""The child process of `EngineProcess`. It contains one vLLM engine, and runs one operation for each JSON message from
+the parent.
 
 The parent can pass the names of modules that add operations.
 """
@@ -29,8 +30,7 @@ QUIET_ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Workers are forked from a process that has imported everything. A spawned worker would import it all
-    # again.
+    # Workers are forked from a process that has already imported all modules. A spawned worker would import them again.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
 """Environment variables for all engines: no network, no telemetry, at most 1 GiB of KV cache."""
@@ -41,7 +41,7 @@ _ENGINE_LABELS = ("model_name", "engine")
 
 
 class RequestTracker:
-    """Adds requests to an engine, runs its steps, and collects what they return."""
+    """Adds requests to an engine, runs the engine's steps, and collects the tokens that the steps return."""
 
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
@@ -115,13 +115,13 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reset(llm: Any, connector: bool = False, running: bool = False) -> dict[str, Any]:
-    """Drops the engine's own prefix cache and, if asked, the connector's."""
+    """Drops the engine's own prefix cache and, if `connector` is true, the connector's cache."""
     return {"done": bool(llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))}
 
 
 def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
-    """Runs steps of an in-process engine until its scheduler has no work left. A scheduler in its own process does
-    this by itself.
+    """Runs steps of an engine whose scheduler is in this process, until the scheduler has no work left. A scheduler in
+    a separate process runs such steps by itself.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps, ends_at = 0, time.monotonic() + deadline_s
@@ -193,16 +193,15 @@ def _operations(modules: list[str]) -> dict[str, Operation]:
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when its parent ends. An engine's parent is the fork server, which
-    ends with the program that started the engine.
+    ends when the program that started the engine ends.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _compile_nothing() -> None:
-    """On a CPU, turns off torch's compiler, which vLLM uses for some functions even if `enforce_eager` is set.
-    Otherwise, with several ranks and for log probabilities, each process would spend two seconds of CPU time in the
-    compiler.
+    """On a CPU, turns off torch's compiler. vLLM compiles some functions, which it uses with several ranks and for log
+    probabilities, even if `enforce_eager` is set. This would take two seconds of CPU time in each process.
     """
     import torch
     from vllm.platforms import current_platform

@@ -15,8 +15,8 @@ from typing import Any
 from demo.engine_child import CLOSE, serve
 
 START_DEADLINE_S = 240.0
-"""Seconds. An engine with two worker processes starts in about 14 s on two idle cores; on busy cores it takes
-longer.
+"""Seconds that an engine may take to start. With two worker processes the start takes about 14 s on two idle cores, and
+longer on busy cores.
 """
 CALL_DEADLINE_S = 90.0
 CLOSE_DEADLINE_S = 15.0
@@ -70,10 +70,11 @@ class EngineProcess:
     Args:
         engine: keyword arguments of `vllm.LLM`.
         log: the file to which the engine's stdout and stderr are appended.
-        operations: names of modules whose OPERATIONS the child process also offers.
-        environment: variables of the engine in addition to those of the fork server, which has the variables of this
-            process and `QUIET_ENVIRONMENT`.
-        paths: more folders in which the engine's processes look for modules, such as operations or a connector.
+        operations: names of modules whose OPERATIONS the child process can run too.
+        environment: environment variables of the engine, in addition to those of the fork server. The fork server has
+            the variables of this process and `QUIET_ENVIRONMENT`.
+        paths: additional folders in which the engine's processes look for modules, such as a module of operations or of
+            a connector.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class EngineProcess:
         """Runs one operation and returns its reply.
 
         Raises:
-            EngineError: the operation failed, the engine died, or the deadline passed. After a deadline the engine has
-                been killed.
+            EngineError: the operation failed, the engine died, or the deadline passed. If the deadline passed, the
+                engine has been killed.
         """
         if not self._open:
             raise EngineError(f"{operation}: the engine was closed")
@@ -158,8 +159,8 @@ class EngineProcess:
             return
         self._open = False
         assert self._process.pid is not None
-        # Kills the process first: before it has called setsid it is in the fork server's process group, which must not
-        # be killed.
+        # The process itself is killed first. Before it has called setsid, it belongs to the fork server's process
+        # group, which must not be killed.
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -15,9 +15,9 @@ from demo.engine_process import FLEXKV
 
 
 def headline(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Yields the number of equal answers, and the factors by which the first token came sooner: the smallest and the
-    median over the turns in which flexkv served tokens, and the median over the other turns, which shows what flexkv
-    costs.
+    """Yields lines with the number of equal answers and with the factors by which flexkv shortened the time to the
+    first token. These are the smallest and the median factor over the turns in which flexkv served tokens, and the
+    median over all other turns, which shows flexkv's cost.
     """
     pairs = list(zip(turns, reference, strict=True))
     equal = sum(mine.answer == theirs.answer for mine, theirs in pairs)

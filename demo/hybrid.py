@@ -12,7 +12,7 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess, engine_argume
 from demo.model import PRESETS, WEIGHT_STD, prompt_tokens, write_tokenizer
 
 LAYERS, WINDOW = 6, 128
-"""Number of layers, and of tokens in a window. All layers except one attend only to a window."""
+"""Number of layers, and number of tokens in a sliding window. All layers except one attend only to the window."""
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 1400
 ANSWER_TOKENS = 12
@@ -23,10 +23,11 @@ STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 @dataclass(frozen=True, slots=True)
 class HybridRun:
-    """The answers to one prompt, and what flexkv stored and served.
+    """The answers to one prompt, and the numbers of pages and tokens that flexkv stored and served.
 
     Attributes:
-        cold, hit, alone: the tokens of the three answers: computed with flexkv, served by flexkv, and without flexkv.
+        cold, hit, alone: the tokens of the three answers. The engine with flexkv computed the prompt (`cold`) or got it
+            from flexkv (`hit`); the engine without flexkv computed it (`alone`).
         cached: number of prompt tokens of the hit that were not computed.
         stored_pages: number of pages stored, over all KV groups. `whole_pages` is the number that would be stored if
             all layers had full attention.
@@ -43,7 +44,7 @@ class HybridRun:
         return LAYERS * ((PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS)
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with the run; nothing if it is right."""
+        """Yields a text for each problem of the run; nothing if the run is correct."""
         if not self.cold == self.hit == self.alone:
             yield f"windows: answers differ: cold {self.cold}, hit {self.hit}, without flexkv {self.alone}"
         if self.cached != (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
@@ -64,7 +65,7 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
     """
     Args:
         folder: where the model is written.
-        now: called with a text that says what begins now.
+        now: a function that is called with a description of each step when the step begins.
     """
     now("writing a random Gemma 3")
     model = write_gemma_3(folder / "gemma3")
@@ -95,8 +96,8 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
 
 
 def write_gemma_3(folder: Path) -> Path:
-    """Writes a Gemma 3 with five layers with sliding windows and one with full attention. Its float32 weights are
-    random, but the same every time. Returns its folder.
+    """Writes a Gemma 3 model that has five layers with sliding windows and one layer with full attention. Its float32
+    weights are random, but the same in every run. Returns the model's folder.
     """
     if (folder / "config.json").exists():
         return folder

@@ -1,5 +1,5 @@
-"""Writes small Llama models with random weights, which any engine loads like a downloaded model. This needs neither a
-model hub nor torch.
+"""Writes small Llama models with random weights. Any engine can load them like a downloaded model. Writing them needs
+neither a model hub nor torch.
 
 The weights have a standard deviation of 0.08, which is large enough for the KV cache to decide the generated tokens:
 wrong KV in a block changes the output. An engine's own dummy weights are too small for that.
@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 WEIGHT_STD = 0.08
-"""Standard deviation of the weights of every projection. A control among the engine tests shows that this is large
-enough for tests to notice wrong KV.
+"""Standard deviation of the weights of every projection. A control test among the engine tests shows that this value is
+large enough for tests to notice wrong KV.
 """
 
 FIRST_WORD_TOKEN = 4
@@ -40,7 +40,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The dimensions of a Llama, all of whose weights are float32.
+    """The dimensions of a Llama model. All its weights are float32.
 
     Attributes:
         context_tokens: longest sequence that the model's rope table covers.
@@ -71,8 +71,8 @@ PRESETS = {
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
     # A cold prefill of 4k tokens takes seconds on two cores, which is long enough for a comparison with a hit.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),
-    # A layer has 101,000 weights per element of a query, about as many as a Llama of 70B (104,000; "medium"
-    # has 6,000). So attention takes about the same share of a prompt's time as in a large model.
+    # A layer has 101,000 weights per element of a query; a Llama of 70B has 104,000, and "medium" has 6,000. So
+    # attention takes about the same share of a prompt's time as in a large model.
     "wide": ModelShape(layers=4, hidden=1024, heads=2, kv_heads=1, intermediate=4096, head=64),
     # Has two GB of weights, so that reading them takes a noticeable time.
     "heavy": ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, intermediate=8192),
@@ -80,7 +80,7 @@ PRESETS = {
 
 
 def write_model(folder: Path, preset: str = "tiny", seed: int = 0) -> Path:
-    """Writes the model to `folder`/`preset`-`seed` if that does not exist yet, and returns that path.
+    """Writes the model to `folder`/`preset`-`seed` if this folder does not exist yet, and returns the folder's path.
 
     The same preset and seed give the same bytes. Several processes can write the same model at once, because the folder
     appears with one rename.
@@ -124,7 +124,8 @@ def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) 
 def model_config(
     architecture: str, model_type: str, shape: ModelShape, **particular: object
 ) -> dict[str, object]:
-    """Returns a Hugging Face configuration. `particular` has the fields that only this `model_type` has."""
+    """Returns a Hugging Face configuration. `particular` contains the fields that only models of type `model_type`
+    have."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

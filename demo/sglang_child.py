@@ -1,5 +1,5 @@
-"""The child process of `SglangProcess`: an SGLang engine in its own environment, which gets orders and sends answers as
-lines of JSON on two file descriptors.
+"""The child process of `SglangProcess`: an SGLang engine in its own virtual environment. It reads commands from one
+file descriptor and writes replies to another, as lines of JSON.
 
 python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}' spawn|fork
 """
@@ -31,8 +31,8 @@ class Operations:
         return list(self._run(self._generate_all(requests)))
 
     def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
-        """Runs a request and aborts it after `after_tokens` tokens. If that is 0, aborts it as soon as the engine
-        has it.
+        """Runs a request and aborts it after `after_tokens` tokens. If `after_tokens` is 0, aborts the request as soon
+        as the engine has received it.
         """
         return dict(self._run(self._abort(request, after_tokens)))
 
@@ -47,7 +47,8 @@ class Operations:
         return False
 
     def update_weights(self, path: str) -> bool:
-        """Loads other weights into the running engine. Returns False if its cache cannot be flushed within ten seconds.
+        """Loads other weights into the running engine. Returns False if the engine's cache cannot be flushed within ten
+        seconds.
 
         Raises:
             RuntimeError: the engine refused the weights; the error contains the engine's message.
@@ -56,8 +57,8 @@ class Operations:
             success, message, *_ = self._engine.update_weights_from_disk(path)
             if success:
                 return True
-            # Tries again, because a batch leaves the scheduler one step after its last answer has left the
-            # engine.
+            # The cache can be flushed only when the scheduler is idle. The scheduler removes a batch one step after the
+            # engine has sent the batch's last answer, so this tries again.
             if "not flushed" not in message:
                 raise RuntimeError(message)
             time.sleep(0.1)
@@ -157,8 +158,8 @@ def main() -> None:
     orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
     import sglang
 
-    # SGLang calls set_start_method("spawn") when it starts. This replaces the argument with that of the
-    # command line.
+    # SGLang calls set_start_method("spawn") when it starts. The replacement below uses the method from the command
+    # line.
     multiprocessing.set_start_method = partial(
         _set_start_method, multiprocessing.set_start_method, sys.argv[4]
     )
@@ -175,8 +176,8 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
     engine.shutdown()
-    # All of the engine's processes have ended. A regular exit of the interpreter would take another three
-    # seconds of CPU time.
+    # The engine's other processes have ended. A regular exit of the interpreter would take another three seconds of CPU
+    # time.
     os._exit(0)
 
 

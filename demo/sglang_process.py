@@ -19,8 +19,8 @@ from build_support.sglang_environment import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 900.0
-"""Seconds. Three processes import torch and SGLang, which takes half a minute on two idle cores, and minutes on
-busy ones.
+"""Seconds that an engine may take to start. Three processes import torch and SGLang, which takes half a minute on two
+idle cores, and minutes on busy cores.
 """
 CALL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 60.0
@@ -49,19 +49,19 @@ ENGINE = {
     "random_seed": 1,
     "log_level": "info",
 }
-"""Engine arguments that SGLang needs on a machine without a GPU, with a pool that is small enough to fill."""
+"""Engine arguments for SGLang on a machine without a GPU. They make the pool so small that tests can fill it."""
 
 ENVIRONMENT = {
     # SGLang compiles with the ninja of its environment.
     "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
-    # The model is tiny: several threads would only wait for each other, and compiling a kernel takes longer than all
-    # its runs.
+    # The model is tiny. Several threads would only wait for each other, and compiling a kernel would take longer than
+    # all its runs.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # SGLang compiles its page hash at first use and treats CXX as one word, but for flexkv's build it may be
-    # "ccache g++".
+    # SGLang compiles its page hash at first use, and takes CXX as the name of one program. But for flexkv's build, CXX
+    # may be "ccache g++".
     **({"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}),
 }
 
@@ -157,7 +157,7 @@ class SglangProcess:
         """Starts `demo.sglang_child` in a new session.
 
         Args:
-            pipes: the file descriptors from which the child reads orders, and to which it writes answers.
+            pipes: the file descriptor from which the child reads commands, and the one to which it writes replies.
             output: the file descriptor of the child's log.
         """
         command = [str(self.python), "-W", "ignore", "-m", "demo.sglang_child"]
@@ -178,7 +178,7 @@ class SglangProcess:
         return self._answer(name, CALL_DEADLINE_S)
 
     def close(self) -> None:
-        """Ends the engine and all of its processes, by force after a deadline. Idempotent."""
+        """Ends the engine and all of its processes. Kills them if they do not end within a deadline. Idempotent."""
         if self._orders < 0:
             return
         with contextlib.suppress(BrokenPipeError):
@@ -189,7 +189,7 @@ class SglangProcess:
         try:
             self._process.wait(CLOSE_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            # The engine was started in a new session, so the group has only its processes.
+            # The engine was started in a new session, so its process group has no other processes.
             os.killpg(self._process.pid, 9)
             self._process.wait()
 
