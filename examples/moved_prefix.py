@@ -1,9 +1,10 @@
-"""Puts cached rows at other positions, without an engine: `python -m examples.moved_prefix`.
+"""Loads cached keys and values for a second sequence, at other positions, without an engine: `python -m
+examples.moved_prefix`.
 
 The keys and values of a sequence are in paged memory, as an engine keeps them. `StorePipeline` copies them to pages of
-a host pool, layer by layer. `LoadPipeline` loads them for a second sequence, 16 positions later, and transforms the
-keys of each layer while the layer before it is scattered. A real model needs a rotation (RoPE) of the keys; this
-example only adds the distance, so that the result is easy to check.
+a host pool, layer by layer. `LoadPipeline` loads them for a second sequence, in which they are 16 positions later. It
+transforms the keys of each layer while the previous layer is scattered to paged memory. For a real model, the transform
+is a rotation (RoPE) of the keys. This example only adds the distance, so that the result is easy to check.
 """
 
 from __future__ import annotations

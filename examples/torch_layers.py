@@ -1,9 +1,9 @@
 """Copies rows between paged memory and torch tensors, without an engine: `python -m examples.torch_layers`.
 
-The tensors are a cache of your own. Each layer's keys and values are copied from paged memory to the cache when the
-forward pass has computed them. Later they are copied to other blocks while the next layer is computed. On a GPU the
-cache is pinned memory, and the copies overlap with the work on the caller's stream. With torch's CPU device everything
-runs in sequence.
+The tensors are the program's own cache. When the forward pass has computed a layer, the layer's keys and values are
+copied from paged memory to this cache. Later, each layer's keys and values are copied from the cache to other blocks
+while the next layer is computed. On a GPU the cache is pinned memory, and the copies overlap with the work on the
+caller's stream. With torch's CPU device everything runs in sequence.
 """
 
 from __future__ import annotations

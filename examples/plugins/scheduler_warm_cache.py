@@ -1,4 +1,5 @@
-"""A plugin that warms the cache: it reads the pages of a file's prompts from disk to host memory, once, and ends.
+"""A plugin that warms the cache: it reads the pages of the prompts in a file from disk to host memory once, and then
+ends.
 
 Copy the plugin into the folder of `plugins.folder`, with `prompts.jsonl` beside it. `prompts.jsonl` has one list of
 token ids per line, the most important prompt first. The plugin ends at the end of the file, or when host memory is
@@ -21,8 +22,8 @@ FULL_SHARE = 0.9
 
 RETRY_S = 5.0
 TRIES = 720
-"""The most times that a call is tried, which takes an hour altogether. An engine carries out calls only in its steps,
-and runs no steps without requests. If it has had no request for an hour, it needs no warm cache.
+"""Maximum number of attempts of a call, which together take an hour. An engine carries out calls only in its steps, and
+runs no steps without requests. If it has had no request for an hour, it needs no warm cache.
 """
 
 
