@@ -41,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_WIDTH))  # output to a file need not fit a terminal's width
+        console = Console(width=max(console.width, TABLE_WIDTH))  # a log need not fit a terminal's width
     started = time.monotonic()
     # The engines inherit this variable. On two cores that other programs use too, two threads would mostly wait for
     # each other.
