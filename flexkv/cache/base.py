@@ -383,7 +383,7 @@ class CacheManager(ABC):
 
         With `tail`, `blocks[g]` are all matched blocks and then the engine block for the partial tail. Otherwise the
         engine may load fewer blocks than were promised, but either all or none of a group whose rule is not FULL. Pages
-        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load always gets queue entries.
+        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load is never rejected for lack of queue entries.
 
         Call order:
             After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.
@@ -509,7 +509,7 @@ class CacheManager(ABC):
     @abstractmethod
     def erase_namespace(self, name: str) -> int:
         """Forgets all pages of the namespace with this name in every tier, and returns how many were known. One in
-        65,536 pages of other namespaces is forgotten too; `named_mark` says why.
+        65,536 pages of other namespaces is forgotten too; `named_mark` in `keys.py` says why.
         """
 
     @abstractmethod
@@ -517,7 +517,7 @@ class CacheManager(ABC):
         """Makes all cached pages misses, because the weights are new, and returns the new epoch.
 
         Stores in flight are not published, and lookup leases end: a promise whose load has not begun is void. Waits
-        until no tier serves an older page any more, even after a crash.
+        until no tier would serve an older page any more, even after a crash.
         """
 
     @abstractmethod

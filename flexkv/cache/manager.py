@@ -255,7 +255,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Updates the tiers that follow other units: which of the pages with these keys the other units have."""
+        """Updates the tiers that follow other units with the other units' changes of the pages with these keys."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)
@@ -460,7 +460,7 @@ class LocalCacheManager(CacheManager):
         for tier in self.tables.tiers:
             there = tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
             tier.forget(group, keys[known])
-            # A block that several tiers have counts once, in the first of them.
+            # A block in several tiers is counted once, for the first of these tiers.
             removed += tier.forget(group, keys[~known])
             known |= there
         self.tables.counts.forgotten_blocks += removed

@@ -114,11 +114,11 @@ class DiskOptions:
         bytes_per_disk: size in bytes of all slabs in each folder together. The index takes up to 1/64 of that in
             addition.
         io: I/O backend; `auto` is io_uring if the kernel allows it, else threads.
-        depth: how many I/Os may be in flight at once on one disk.
+        depth: maximum number of I/Os in flight at once on one disk.
         stuck_s: a disk is taken out of service if an I/O takes longer than this many seconds.
-        journal_rows: how many rows (one per page of a record) may wait in one disk's journal. While the journal is
-            full, publishes and evictions stay pending outside it. Records of uses may fill half of it; further ones are
-            dropped.
+        journal_rows: maximum number of rows (one per page of a record) that wait in one disk's journal. While the
+            journal is full, publishes and evictions stay pending outside it. Records of uses may fill half of the
+            journal; further records of uses are dropped.
         preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
             full. While a disk is idle, the tier then writes zeros to the slots that will get pages next, because the
             first write to allocated space is half as fast.
@@ -201,7 +201,7 @@ class DiskStats:
     """Counts since the tier was opened.
 
     Attributes:
-        misses: how many page reads failed, by reason (see docs/disk-storage.md).
+        misses: number of page reads that failed, by reason (see docs/disk-storage.md).
         journal_lag_s: age of the oldest publish that is not durable yet, in seconds; 0 if there is none.
         pending_pages: pages that can be read but are not published yet, because their journal was full.
     """
@@ -278,7 +278,7 @@ class StoredPages(ABC):
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         """Forgets every page and durably starts `epoch`: no older page is served any more, not even after a crash.
 
-        Takes a disk out of service if this does not finish on it within `deadline_s` seconds.
+        Takes a disk out of service if the reset does not finish on this disk within `deadline_s` seconds.
 
         Raises:
             ContractError: `epoch` is not above the current one.
@@ -344,8 +344,8 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:
-        """Bytes of a slot in the group's slabs: the size of its slot image or, if groups share the slabs, of their
-        largest image. The slots of the group's host pool must have the same size.
+        """Size in bytes of a slot in the group's slabs: the size of the group's slot image or, if groups share the
+        slabs, of their largest image. The slots of the group's host pool must have the same size.
         """
 
     @abstractmethod
@@ -370,12 +370,13 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """Describes the slabs to ranks that move pages themselves (`flexkv.transfer.gds_lane`), without lost disks."""
+        """Returns a description of the slabs, without lost disks, for ranks that move pages themselves
+        (`flexkv.transfer.gds_lane`)."""
 
     @property
     @abstractmethod
     def unflushed(self) -> bool:
-        """Whether records wait for the next `poll` because a journal was full. Cheap to ask."""
+        """Whether records wait for the next `poll` because a journal was full. Costs almost nothing."""
 
     @abstractmethod
     def poll(self) -> DiskEvents:

@@ -1,4 +1,4 @@
-"""The folder of one ownership unit on one disk: finds, locks, measures and deletes it."""
+"""Finds, locks, measures and deletes the folder of one ownership unit on one disk."""
 
 from __future__ import annotations
 
@@ -223,8 +223,8 @@ def remove_folder(folder: Path) -> int:
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
-        # The slabs are deleted after the other files, so that `flexkv disk ls` still shows a unit if one of those
-        # cannot be deleted. The lock file is deleted last: while it exists, no other process can start to use the
+        # The slabs are deleted after the other files, so that `flexkv disk ls` still shows the unit if one of the other
+        # files cannot be deleted. The lock file is deleted last: while it exists, no other process can start to use the
         # folder.
         files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
@@ -295,8 +295,8 @@ def _lock_until(fd: int, ends_s: float) -> None:
 
 @contextmanager
 def folder_at_rest(folder: Path) -> Iterator[None]:
-    """Keeps the folder's unit from starting while the context lasts. Several readers may do this at once. Changes no
-    file.
+    """Keeps the folder's unit from starting while the context lasts. Several readers may use this context at once.
+    Changes no file.
 
     Raises:
         FolderLockedError: a process uses the folder.

@@ -22,8 +22,8 @@ from flexkv.storage.private_files import make_folders
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
-"""All folders get slabs of the same size, which is the smallest folder's share. If that share is less than this
-fraction of the largest folder's, a line is logged.
+"""All folders get slabs of the same size: the smallest share that any folder allows. If the smallest share is less than
+this fraction of the largest share, a line is logged.
 """
 
 BESIDE_PART = 64
@@ -70,8 +70,8 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     share of the free space. Folders on the same file system divide the file system's share among them.
 
     Bytes that flexkv's units already hold in a folder count as free, so that the size does not shrink with every start;
-    but a unit cannot get the bytes of other units. If `disk.bytes_per_folder` is not set, this creates missing folders.
-    It ignores a folder that cannot be used; the log names that folder when the tier is opened without it.
+    but a unit cannot get the bytes of other units. If `disk.bytes_per_folder` is not set, missing folders are created.
+    A folder that cannot be used is ignored; the log names that folder when the tier is opened without it.
 
     Raises:
         DiskError: no folder can be used.
@@ -129,7 +129,7 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """Returns the maximum number of bytes of all slabs together with which headers and index also fit on the file
+    """Returns the maximum size in bytes of all slabs together, so that headers and index fit beside them on the file
     system, which has `free` bytes left. The result is at least `own`, the bytes that the slabs already hold.
     """
     return max(own, free + own - room_beside(free + own))
@@ -166,8 +166,8 @@ def folder_faults(
 ) -> dict[str, str]:
     """Returns the folders of `disk.folders` that cannot be used with the settings, and why. Creates nothing.
 
-    The engine works without such a folder, just as it does without a disk that fails later. It does not start if no
-    folder can be used.
+    The engine works without such a folder, just as it does without a disk that fails later. If no folder can be used,
+    the engine does not start.
 
     Args:
         own: counts the bytes that the unit's slabs already hold under a folder.
@@ -198,8 +198,8 @@ def folder_faults(
         return faults
     for roots in by_file_system(devices):
         room = room_for_slabs(free[roots[0]], sum(ours[root] for root in roots))
-        # Slabs that an earlier run made for `asked` bytes are smaller, by less than a slot. On a full disk the unit
-        # gets no more space than these slabs have, which is enough.
+        # An earlier run with the same setting has made slabs of complete slots, so they are up to one slot smaller than
+        # `asked`. On a full disk the unit only gets the space of these slabs again, and this space is enough.
         for root in roots[room // (whole(asked) or asked) :]:
             together = f" of {len(roots)} on one file system" if len(roots) > 1 else ""
             faults[str(root)] = (
@@ -211,8 +211,8 @@ def folder_faults(
 
 
 def _access_fault(root: Path, there: Path) -> str:
-    """Why the folder `root` cannot be created or written to; empty if it can. `there` is the nearest existing folder:
-    `root` or one above it.
+    """Returns the reason why the folder `root` cannot be created or written to; empty if it can. `there` is the nearest
+    existing folder: `root` or a folder above it.
 
     Raises:
         OSError: the folder or its file system cannot be examined.
@@ -258,7 +258,7 @@ def nearest_there(path: Path) -> Path:
 
 
 def name_fault(path: Path, there: Path) -> str:
-    """Why the name `path` cannot be created below `there`, the nearest existing folder; empty if it can."""
+    """Returns the reason why `path` cannot be created below `there`, the nearest existing folder; empty if it can."""
     missing = path.relative_to(there).parts
     if missing and os.path.lexists(there / missing[0]):
         return f"{there / missing[0]} is a symbolic link that leads nowhere"

@@ -1,4 +1,4 @@
-"""A file beside an index, to which frames with digests are appended. To shrink it, it is replaced by a new file.
+"""A log beside an index: a file to which frames with digests are appended. To shrink the log, its file is replaced.
 
 A crash during an append may leave part of a frame at the end of the file. `frames` cuts that part off.
 """
@@ -35,7 +35,7 @@ class FrameLog:
 
     Args:
         identity: 32 bytes that say what the frames mean. A file with another identity loses its frames.
-        lock_s: how many seconds to wait while another process has the file open.
+        lock_s: maximum number of seconds to wait while another process has the file open.
         stopped: returns whether to stop waiting early.
 
     Attributes:
@@ -123,7 +123,7 @@ class FrameLog:
         write_all(self._fd, framed(content))
 
     def clear(self) -> None:
-        """Removes all frames, including an incomplete one. Needs no disk space, and does not wait until this is
+        """Removes all frames, including an incomplete one. Needs no disk space, and does not wait until the removal is
         durable.
 
         Raises:

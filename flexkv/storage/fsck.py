@@ -94,7 +94,7 @@ class FsckReport:
     """The result of `check_folder`.
 
     Attributes:
-        problems: all problems but damaged and missing slots, as text.
+        problems: all problems except damaged and missing slots, as text.
         index_faults: those of `problems` that SQLite reports for an index that can still be read.
     """
 
@@ -282,8 +282,9 @@ def _numbers(
 ) -> tuple[int, int | None]:
     """Returns the current epoch, and the recorded count of openings (None if its file is missing or damaged).
 
-    The epoch is the higher of those in its file and in the index. Without an index, it is the highest in the file and
-    in any page. If the file's epoch is unknown too, it is the next even epoch after the highest in any page.
+    The epoch is the higher one of the epochs in the file `epoch` and in the index. Without an index, it is the highest
+    epoch in the file and in any page. If the file has no epoch either, it is the next even epoch after the highest
+    epoch in any page.
     """
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]

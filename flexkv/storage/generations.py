@@ -22,8 +22,8 @@ OPENS_NAME = "opens"
 """The name of the file with the count of openings. The index beside it contains the count, too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""If the file with the count is lost, the count continues this far above the highest one found in index and trailers,
-because later openings may have left no trace there. The 24 bits of the count allow that 16,000 times.
+"""If the file with the count is lost, the count continues this far above the highest count found in index and trailers,
+because later openings may have left no trace there. The 24 bits of the count allow for 16,000 such losses.
 """
 
 

@@ -47,7 +47,7 @@ def short_text(text: str, most: int = TEXT_BYTES) -> bytes:
 
 
 def pack_tables(group: DiskGroup) -> tuple[bytes, int, int]:
-    """Returns the tables of stripes, layer offsets and runs as bytes, and how many layers and runs there are."""
+    """Returns the tables of stripes, layer offsets and runs as bytes, and the numbers of layers and runs."""
     codec = codec_of(group)
     ranks = len(group.stripe_bytes)
     stripes = np.array([(codec.stripe_offset(r), group.stripe_bytes[r]) for r in range(ranks)], STRIPE)

@@ -79,7 +79,7 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """Returns a 32-byte digest for each group. Groups of the same number in two units have the same digest if their
+    """Returns a 32-byte digest for each group. Groups with the same number in two units have the same digest if their
     slot images have the same encoding and geometry. Unless `is_plain`, their slabs, rules, reaches and signatures must
     be the same, too.
 

@@ -47,8 +47,8 @@ def find_header(slab: Path) -> FoundHeader:
     """Reads and verifies the header of the slab at `slab`, or its copy if the slab's own header is damaged.
 
     Raises:
-        DamagedHeaderError: the slab's own header is damaged, and its copy does not help: it is damaged or missing, or
-            the slab has no slots behind the header.
+        DamagedHeaderError: the slab's own header is damaged, and its copy does not help: the copy is damaged or
+            missing, or the slab has no slots behind the header.
         DiskError: the header has another version or impossible content, or the file cannot be read.
     """
     copy, copy_fault = None, ""

@@ -256,8 +256,8 @@ class SlotIndex:
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def evict(self, slab: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
-        """Empties each of the slots whose row still has the generation given for it. The next `commit` makes that
-        durable.
+        """Empties each of the slots whose row still has the generation given for the slot. The next `commit` makes the
+        change durable.
         """
         slots = slots[self.rows[slab]["generation"][slots] == generations]
         self.rows[slab][slots] = np.zeros((), ROW)

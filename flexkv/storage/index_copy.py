@@ -27,7 +27,7 @@ def copy_index(folder: Path, to: Path) -> int | None:
     unit's folder only while copying.
 
     Returns:
-        The epoch in the file beside the index; None if the file is missing or damaged.
+        The epoch in the file `epoch` beside the index; None if the file is missing or damaged.
 
     Raises:
         FolderLockedError: the folder is in use.

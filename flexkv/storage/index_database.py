@@ -13,7 +13,7 @@ INDEX_NAME = "index.sqlite"
 LOG_SUFFIX = "-wal"
 
 BUSY_S = 5.0
-"""How many seconds SQLite waits for another process's lock before it raises an error."""
+"""Number of seconds that SQLite waits for another process's lock before it raises an error."""
 
 
 def open_database(path: Path, groups: int) -> sqlite3.Connection:
@@ -76,7 +76,7 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
     """
     try:
         found = [line for (text,) in database.execute("PRAGMA quick_check(5)") for line in text.splitlines()]
-        # A database that refuses writes would still pass this check, so this also writes to it.
+        # A database that refuses writes would pass this check, so this function also writes to the database.
         database.execute("BEGIN IMMEDIATE")
         database.execute("UPDATE meta SET value = value")
         database.execute("ROLLBACK")

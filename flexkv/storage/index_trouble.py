@@ -20,7 +20,7 @@ decode.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20
 LEAST_ROOM_BYTES = 64 << 10
-"""How many bytes of disk space a database needs for small writes."""
+"""Number of bytes of disk space that a database needs for small writes."""
 
 
 class UnusableIndexError(DiskError):
@@ -66,7 +66,7 @@ def index_trouble(
     to end and a file can be written beside it, the database counts as damaged.
 
     Args:
-        room_bytes: how many bytes of disk space the failed step may have needed.
+        room_bytes: number of bytes of disk space that the failed step may have needed.
     """
     if "locked" in str(error):
         return DiskError(f"{path}: {error}")

@@ -90,9 +90,9 @@ class Evict:
 
 @dataclass(slots=True)
 class Use:
-    """Records that the pages at `places`, on any disk, were used. Every lookup makes such a record. To save the
-    caller's time, the lookup passes all places to the journal of every disk, and the journal's thread finds those on
-    its disk.
+    """Records that the pages at `places`, on any disk, were used. Every fetch and load makes such records. To save the
+    caller's time, all places are passed to the journal of every disk, and the journal's thread selects the places on
+    its own disk.
 
     Attributes:
         slab: number of the slab.
@@ -150,7 +150,7 @@ class Journal:
     Args:
         slabs: the slab of each group; groups that share a slab have the same one.
         on_durable: called in the journal's thread with pages that have become durable.
-        most_rows: how many rows may wait in the queue and in the commit in flight.
+        most_rows: maximum number of rows in the queue and in the commit in flight.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Journal:
             self._lock.notify()
 
     def stop(self) -> None:
-        """Does the first part of `close`, which does not wait."""
+        """Does the part of `close` that does not wait."""
         with self._lock:
             self._stopping = True
             self._lock.notify()

@@ -1,6 +1,6 @@
 """Finds folders of the same model whose pages have different keys. Such pages were stored with different weights or
-settings, or by a version of flexkv that computes keys differently. An engine with the current keys finds none of them,
-and flexkv never deletes these folders; only a user does.
+settings, or by a version of flexkv that computes keys differently. An engine with the current keys finds none of these
+pages. flexkv never deletes the folders; only a user does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyedUnit:
 
     Attributes:
         model: the model in words.
-        keys: hex digits of the model's fingerprint; units with different ones have different keys.
+        keys: hex digits of the model's fingerprint; units with different digits have different keys.
     """
 
     folder: Path

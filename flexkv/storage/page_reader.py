@@ -53,7 +53,7 @@ class PageReader(ABC):
     Args:
         groups: this unit's KV groups; ops refer to them by number.
         pool: the host pool whose slots get the pages.
-        queue_ops: how many ops may wait; `submit` returns None if more would.
+        queue_ops: maximum number of waiting ops; `submit` returns None if there would be more.
         stuck_s: if reading a page takes more seconds than this, the reader stops for good, and all its ops fail.
     """
 
@@ -206,7 +206,7 @@ class PageReader(ABC):
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """If the page is verified, the loads that wait for it continue; otherwise they fail."""
+        """Ends the wait of the loads for this page: they continue if the page is verified, and fail otherwise."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _put_stripes(

@@ -1,5 +1,5 @@
-"""Opens files and creates folders. Only their owner may read new files and enter new folders, because KV reveals the
-text from which it was computed. Files are opened for reading without waiting, even if a pipe is in a file's place.
+"""Opens files and creates folders. Only the owner may read new files and enter new folders, because KV reveals the text
+from which it was computed. Files are opened for reading without waiting, even if a pipe is in a file's place.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ long.
 
 
 JOURNAL_END_S = 5.0
-"""If an opening fails after it has started some journals, it waits this many seconds for each of them to end. They end
-soon, because they have nothing to write yet.
+"""If an opening fails after it has started some journals, it waits at most this many seconds for each journal to end.
+The journals end soon, because they have nothing to write yet.
 """
 
 

@@ -60,7 +60,7 @@ class AccessOrder:
         found = len(before)
         if len(promised):
             parts += ((first_block, None, promised),)
-            # A comparison here and below, because calling `max` takes longer than the rest of this method.
+            # This method compares instead of calling `max`, because that call takes longer than the rest of the method.
             if (end := first_block + len(promised)) > found:
                 found = end
         if found > self.blocks:

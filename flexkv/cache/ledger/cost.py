@@ -83,11 +83,11 @@ class CostModel:
         self._straight: dict[TierId, LinearFit] = {}
 
     def fetch(self, tier: TierId) -> LinearFit:
-        """Returns the fit of fetches from a tier to host memory. Its units are counted as for `load`."""
+        """Returns the fit of fetches from a tier to host memory. Its units are pages, counted as for `load`."""
         return self._fetch.setdefault(tier, LinearFit())
 
     def straight(self, tier: TierId) -> LinearFit:
-        """Returns the fit of straight loads from a tier to the engine. Its units are counted as for `load`."""
+        """Returns the fit of straight loads from a tier to the engine. Its units are pages, counted as for `load`."""
         return self._straight.setdefault(tier, LinearFit())
 
     def load_s(self, pages: int) -> float:

@@ -31,8 +31,8 @@ RESERVE_MAX_PAGES = 16_384
 """Maximum number of slots kept free: enough for two prompts of 128k tokens with 16 tokens per block."""
 
 REFILL_PAGES = 512
-"""Maximum number of pages that are evicted when an op ends, or the op's own number of pages if that is larger. Evicting
-this many takes about 20 us."""
+"""When an op ends, at most this many pages are evicted, or as many pages as the op has if that number is larger.
+Evicting 512 pages takes about 20 us."""
 
 
 def reserve_pages(up_slots: int) -> int:
@@ -313,8 +313,8 @@ class Hub:
             listener.on_evict(group, keys)
 
     def _gone(self, group: int, keys: Keys) -> None:
-        """Counts and reports the blocks that the index has just evicted from the slots of `group`. Each is reported
-        with its own group."""
+        """Counts and reports the blocks that the index has just evicted from the slots of `group`. Each block is
+        reported with its own group."""
         if not self._shares:
             self._evicted(group, keys)
             return

@@ -169,8 +169,8 @@ HOST_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.SUSPECT,
     }
 )
-"""Marks by failure cause, for pages in host memory. Every cause makes such a page suspect, so that it is forgotten: a
-load from host memory has no other route, and would fail again."""
+"""Marks by failure cause, for pages in host memory. Every cause makes the page suspect, so that it is forgotten: a load
+from host memory has no other route, and would fail again."""
 
 STRAIGHT_MARKS = _marks(
     {
@@ -181,8 +181,8 @@ STRAIGHT_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.NONE,
     }
 )
-"""Marks by failure cause, for pages that are loaded straight from another tier. Unless its content is bad, such a page
-can be loaded through host memory the next time."""
+"""Marks by failure cause, for pages that are loaded straight from another tier. Unless the page's content is bad, the
+next load can move the page through host memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -389,7 +389,7 @@ class OpTable:
         return np.concatenate(targets) if targets else NO_BLOCKS
 
     def entries_read(self, tier: TierId, group: int) -> EntryIds:
-        """Returns the entries of a group in a tier whose pages loads and fetches in flight read."""
+        """Returns those of a group's entries in a tier's index whose pages are being read by loads or fetches."""
         reads = [
             op.entries
             for op in self

@@ -24,8 +24,8 @@ NOTED_PAGES = 4096
 Otherwise the record of a page that was evicted before it expired would stay until its expiry time."""
 
 REMEMBERED = 16_384
-"""Maximum number of remembered expired keys, by which the reason of a miss is found. Comparing a key with all of them
-takes about 20 us."""
+"""Maximum number of remembered expired keys, which are needed to find the reason of a miss. Comparing a key with all of
+them takes about 20 us."""
 
 
 def earlier(one: Expiries, other: Expiries | int) -> Expiries:
@@ -52,7 +52,7 @@ class PageTimes:
         self._seconds: list[int] = []
         """The seconds in `_noted`, as a heap."""
         self._noted: dict[int, list[tuple[int, Keys]]] = {}
-        """By Unix second, the groups and keys of the pages that expire then."""
+        """For each Unix second in which pages expire, the groups and keys of these pages."""
         self._pages = 0
         """Number of pages in `_noted`."""
         self.any = False
@@ -123,7 +123,7 @@ class PageTimes:
 
 
 class ExpiredKeys:
-    """The keys of the last REMEMBERED pages that expired in any tier."""
+    """The keys of pages that expired recently in any tier, at most REMEMBERED keys."""
 
     def __init__(self) -> None:
         self._keys: NDArray[np.uint64] | None = None

@@ -22,8 +22,8 @@ class Reactions:
     Attributes:
         evicted: called with (group, keys) when blocks were evicted from host memory to free slots.
         forgotten: called with (tier, group, keys) when the tier forgot pages that it turned out not to have.
-        reused: called with (tier, group, keys) when pages of host memory were used again, for a tier that writes such
-            pages.
+        reused: called with (tier, group, keys) when pages of host memory were used again and the tier's write mode is
+            REUSE.
         answered: called with (request, keys, start in tokens, settings) when a tier has answered a question for which
             the request waited.
         undone: called without arguments after an interrupted plan was undone, so that the objects that keep counts of

@@ -137,7 +137,8 @@ class RequestLedger:
         return new
 
     def skip(self, request_id: str, tiers: Iterable[TierId], reason: MissReason) -> None:
-        """Records that the request continues without pages of these tiers, and why, until its wait is dropped."""
+        """Records that the request continues without pages of these tiers, and the reason. The record lasts until the
+        request's wait is dropped."""
         self.waits.setdefault(request_id, Wait()).skipped.update(dict.fromkeys(tiers, reason))
 
     def skipped(self, request_id: str) -> Mapping[TierId, MissReason]:
@@ -206,8 +207,8 @@ class RequestLedger:
         self.begins_to_wait(request_id, ready_end)
 
     def end_prefetch(self, request_id: str) -> list[OpId]:
-        """Ends the request's prefetch, because a lookup now asks for the request. Empties the request's wait, so that
-        its time begins anew with the next op, and returns the ops that were in it. Held pages stay held."""
+        """Ends the request's prefetch, because a lookup now asks for the request. Removes and returns the ops of the
+        request's wait. The time to wait begins anew with the next op. Held pages stay held."""
         self.prefetched.discard(request_id)
         wait = self.waits[request_id]
         ops = list(wait.ops)

@@ -140,8 +140,8 @@ class TierWork:
             self._writes[tier].drop_waiting()
 
     def opened(self) -> None:
-        """Called when a tier may be used after it was held (`Tier.held`). Offers it the pages that did not fit in its
-        queue until now."""
+        """Called when a tier may be used after it was held (`Tier.held`). Offers the tier the pages that did not fit in
+        its queue until now."""
         with self._broken:
             for queue in self._writes.values():
                 queue.opened()

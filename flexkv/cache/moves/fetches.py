@@ -159,8 +159,8 @@ class Promotions:
         """Plans fetches of the wanted pages that are neither in host memory nor in flight to it, as many as free slots
         and the tiers' limits allow.
 
-        Leases of `wanted` whose pages are in the result or in a planned fetch pass to these. All other leases of
-        `wanted` end.
+        Takes over the leases of `wanted`. Pages in the result and in the planned fetches stay leased. The leases of all
+        other pages end.
 
         Args:
             layerwise: whether to fetch ranges of layers one after the other, from tiers that can do so.
@@ -307,7 +307,7 @@ class Promotions:
         """Ends a fetch: makes its verified pages visible, and makes its tier forget the suspect ones.
 
         Args:
-            current: whether there was no reset since the fetch was planned.
+            current: False if the cache was reset since the fetch was planned.
 
         Returns:
             Which pages became visible, bool [pages].

@@ -189,7 +189,7 @@ class StoreOnce:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has pages of ended peers to copy now, or will have them when it is this unit's turn."""
+        """Whether `poll` has pages of ended peers to copy, now or when it is this unit's turn (see `PeerKeeper`)."""
         return self._keeper.has_orphans and not self._closing
 
     def _sweep(self) -> None:

@@ -15,8 +15,8 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
-"""Maximum number of pages whose writes one call plans while the tier is idle, or in order to evict the pages. This
-limits the time that a step spends on such writes to tens of us."""
+"""Maximum number of pages in the writes that one call plans because the tier is idle or the pages are to be evicted.
+Planning these writes then takes at most tens of us of a step."""
 
 LEAVE_SHARE = 16
 """In the write modes BACK and EVICT, one host slot in this many is kept free, so that a store finds free slots without

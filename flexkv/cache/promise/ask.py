@@ -56,8 +56,8 @@ class Looked:
         fetches: number of fetches and questions to tiers for which the request now waits.
         awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue for slots
             (`RoomLine`), and its lease must end.
-        left_out: the reason why the engine computes pages after the lease that tiers have, if the reason holds for this
-            lookup only; else None. Reasons that hold for later lookups too are in `Wait.skipped`.
+        left_out: the reason why pages after the lease are left to the engine although tiers have them, if the reason
+            holds for this lookup only; else None. Reasons that hold for later lookups too are in `Wait.skipped`.
     """
 
     lease: Lease

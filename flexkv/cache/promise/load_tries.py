@@ -2,9 +2,9 @@
 
 `flexkv/cache/moves/op_log.py` logs why a load failed.
 
-After a failed load, some engines look the request up again. If its pages are slow rather than bad, the tiers do not
-forget them, and every lookup would find them again. So a request has two tries: the second does not include the pages
-that the first failed to bring, and if the second fails too, the engine computes the request.
+After a failed load, some engines look the request up again. If the failed pages are slow rather than bad, the tiers do
+not forget them, and every lookup would find them again. So a request has two tries. The second try does not include the
+pages that the first try failed to bring. If the second try fails too, the engine computes the request.
 
 Other engines cannot compute the pages that a load did not bring. They end the request, and the client sends it again
 with a new id. With such an engine, no request gets a new promise for a while after a failed load, unless the failed

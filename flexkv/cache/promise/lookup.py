@@ -239,8 +239,8 @@ class Lookup:
         return looked
 
     def _fitting(self, ask: Ask) -> Ask:
-        """Limits a lookup to hits whose pages fit in host memory together. Pages of a longer hit would be fetched in
-        vain, because a hit of such groups is useful only if all its pages are there."""
+        """Limits a lookup to hits whose pages fit in host memory together. If groups need different pages, a hit is
+        useful only if all its pages are there, so pages of a longer hit would be fetched in vain."""
         if self.asked_tokens(ask.keys, ask.start_tokens) <= self._host_tokens:
             return ask
         return ask._replace(keys=self.cut(ask.keys, ask.start_tokens + self._host_tokens))

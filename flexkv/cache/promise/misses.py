@@ -1,4 +1,4 @@
-"""Finds and counts why lookups do not promise more. The reasons are those of `MissReason`."""
+"""Finds and counts the reasons why lookups do not promise more. The reasons are the members of `MissReason`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Misses:
 
         Args:
             keys: per group, the keys that the engine asked for.
-            ask: the lookup's arguments; None if the request's former lease answers it.
+            ask: the lookup's arguments; None if the request's former lease already has all pages asked for.
             asked_tokens: number of tokens that the engine asked for.
 
         Returns:

@@ -209,7 +209,8 @@ class PagesBehind:
         return whole
 
     def _take_straight(self, tier: TierId, rest: Rest, entries: Sequence[EntryIds]) -> None:
-        """Replaces the runs of each group in `rest`, and their leases, with one run of these entries of the tier."""
+        """Replaces the runs of each group in `rest` with one run: the group's `entries` in the tier. Leases the pages
+        of the new runs, and ends the leases of the former runs."""
         for runs, of_tier in zip(rest, entries, strict=True):
             slots = self._tables.tiers[tier].presence.pin(of_tier)
             self.walk.release(runs)

@@ -52,7 +52,8 @@ class Promises:
     Attributes:
         lookup: finds the pages that may be promised.
         line: the queue of requests that wait for host slots.
-        load_tries: the failed loads of requests, whose pages are not promised to them again.
+        load_tries: the failed loads of each request. Pages that they failed to bring are not promised to the request
+            again.
         disabled: whether nothing is promised or prefetched any more.
         resetting: whether nothing is promised or prefetched until `begin_reset` has completed.
     """

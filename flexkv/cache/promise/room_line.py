@@ -113,7 +113,7 @@ class RoomLine:
     # --- what a fetch needs ---
 
     def need_of(self, wanted: Sequence[WantedPages], leased: Sequence[GroupLease]) -> Need:
-        """Returns what a fetch of `wanted` needs, for a request that also leases `leased`."""
+        """Returns the slots, pages and ops that a fetch of `wanted` needs, for a request that also leases `leased`."""
         need, index = Need(), self._tables.hub.index
         for group, share in enumerate(leased):
             owner = self._tables.hub.owner(group)
@@ -181,8 +181,8 @@ class RoomLine:
     # --- the queue ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """Decides what a request whose lookup needs slots for a fetch does now. If it must wait, it gets a place in the
-        queue; otherwise it is removed from the queue.
+        """Decides whether a request that needs slots for a fetch begins the fetch, waits, or continues without pages.
+        A request that must wait gets a place in the queue. Otherwise the request is removed from the queue.
 
         Args:
             wait_s: maximum number of seconds that the request waits.
@@ -197,7 +197,7 @@ class RoomLine:
         if fits and request_id not in self._without and self._note_question(request_id, place, need, wait_s):
             return Turn.WAIT
         self.leave(request_id)
-        # A request whose missing pages can never all fit fetches some of them only if no other request waits.
+        # If the request's missing pages can never all fit, it fetches some of them, but only if no other request waits.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
     def _note_question(self, request_id: str, place: PlaceInLine | None, need: Need, wait_s: float) -> bool:
@@ -280,7 +280,7 @@ class RoomLine:
     # --- requests that continued without pages ---
 
     def note_without(self, request_id: str, pages: Mapping[TierId, int]) -> None:
-        """Counts, once per request, that it continues without pages for which there were no slots.
+        """Counts a request that continues without pages for which there were no slots. Counts each request once.
 
         Args:
             pages: number of pages for which there were no slots, by tier.

@@ -109,7 +109,7 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Drops the pending blocks of each hold from the first of these blocks on. Stores in flight are not affected:
+        """Drops the pending blocks of each hold from the first block in `blocks` on. Stores in flight are not affected:
         the caller revokes them by request.
         """
         if self.holds:

@@ -224,9 +224,9 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
-        """Plans stores for an ending request: of those of its last blocks that the engine may reuse in the next step,
-        before the free queue is read again. In a small pool these may be all its blocks. As for blocks of live
-        requests, `store.max_reference_share` does not limit them.
+        """Plans stores of an ending request's last blocks, as many as the engine may reuse in the next step before the
+        free queue is read again. In a small pool these may be all its blocks. As for blocks of live requests,
+        `store.max_reference_share` does not limit the number of blocks.
         """
         if request.stale:
             return None

@@ -1,7 +1,7 @@
 """The contract of a tier: one kind of storage that holds pages.
 
 Host memory is the hub, the tier with number 0. Pages of every other tier are fetched to host memory and written from
-it. What a tier can do follows from its facets. A `Source` fills host slots. A `Sink` writes pages from host slots. A
+it. A tier has a facet for each of its abilities. A `Source` fills host slots. A `Sink` writes pages from host slots. A
 `Prober` must be asked which pages it has. A `Follower` has pages that other units add and remove. A `Keeper` has pages
 that this unit need not keep itself. Routes move pages straight between the tier and engine blocks.
 
@@ -237,8 +237,8 @@ class Prober(ABC):
 
     @abstractmethod
     def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
-        """Asks the tier which of these pages it has. Returns False if it does not ask; pages that are not in `presence`
-        are then misses.
+        """Asks the tier which of these pages it has. Returns False if no question is sent; pages that are not in
+        `presence` are then misses.
 
         Args:
             op_id: number of the question.
@@ -354,8 +354,8 @@ class Keeper(ABC):
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
-        """Returns a group and up to `most` keys in it, and removes them from the orphans. This unit should copy their
-        pages: it left them out, and no running peer keeps them. Looks at no more than `most` records.
+        """Removes up to `most` keys of one group from the orphans, and returns the group and the keys. This unit should
+        copy their pages: it left them out, and no running peer keeps them. Looks at no more than `most` records.
 
         Call order:
             Followed by `put_back` for keys whose copy could not begin, and by `end_orphans` when no copy is in flight.

@@ -50,7 +50,7 @@ class LoadRoute(ABC):
         """Unpins the pages of a load after every rank has reported, and forgets the suspect ones.
 
         Args:
-            current: whether there was no reset since the load was planned.
+            current: False if the cache was reset since the load was planned.
         """
 
 

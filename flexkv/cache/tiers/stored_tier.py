@@ -243,7 +243,7 @@ class StoredTier(Tier, Source):
 
     @property
     def _tells(self) -> bool:
-        """Whether listeners are notified of removed pages: only if these are the unit's own disks."""
+        """Whether listeners are notified of removed pages: only if the tier consists of the unit's own disks."""
         return self.sink is not None and bool(self._hub.listeners)
 
     def _tell_gone(self, group: int, keys: Keys, groups: NDArray[np.uint32] = NO_GROUPS) -> None:

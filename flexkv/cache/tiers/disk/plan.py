@@ -33,8 +33,8 @@ from flexkv.transfer.slab_map import SlabMap
 logger = get_logger(__name__)
 
 OPS_SHARE = 2
-"""In each direction the manager uses at most one in this many of the lane's queue entries. An op occupies its entry
-until its result is polled."""
+"""In each direction, reads or writes, the manager uses at most one in this many of the lane's queue entries. An op
+occupies its entry until its result is polled."""
 
 PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
@@ -105,8 +105,8 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """Returns how the unit uses its disks: as its settings say, where this engine and its ranks can do that. Logs a
-    warning about each setting that they cannot fulfil.
+    """Returns the use of the disks that the unit's settings ask for, without the uses of which this engine or its ranks
+    are not capable. Logs a warning about each setting that cannot be fulfilled.
     """
     disk = unit.config.disk
     if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
@@ -137,7 +137,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """Returns when straight loads are used: as `disk.gds` says if this engine and its ranks can do that, else never."""
+    """Returns when straight loads are used: as `disk.gds` says, or never if this engine or its ranks cannot do them."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER

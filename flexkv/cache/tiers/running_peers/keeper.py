@@ -79,7 +79,7 @@ class PeerKeeper(Keeper):
         self._departed: tuple[int, ...] = ()
         """The ended peers for which `_orphans` was collected."""
         self._since_s = 0.0
-        """Clock time at which the last of these peers was found to have ended."""
+        """Clock time at which the last of the peers in `_departed` was found to have ended."""
         self._let_go: tuple[int, ...] = ()
         """Ended peers whose pages are not needed any more. Each stays in `share.departed` until another thread has
         unmapped its memory."""

@@ -26,8 +26,9 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 HOST, FOLDERS = "peer-host", "peers"
-"""Names of the two tiers in settings, metrics and the log. The tier of folders that were read at start (`peer_folders`)
-is also named `peers`, so the metrics count both tiers of folders together."""
+"""Names of the tiers of running peers' host pools and folders, in settings, metrics and the log. The tier of folders
+that were read at start (`peer_folders`) is also named `peers`, so the metrics count the two tiers of folders
+together."""
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:

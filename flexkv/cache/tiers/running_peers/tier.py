@@ -254,8 +254,8 @@ class LivePeerTier(Tier, Source, Follower):
         return self._share.leaves
 
     def finish_reset(self, ends_s: float) -> None:
-        # `begin_reset` has taken the tier out of use, so no page of a peer is served. If no time is left, the threads
-        # of `share` are not waited for.
+        # `begin_reset` has taken the tier out of use, so no page of a peer is served. If no time is left, this method
+        # does not wait for the threads of `share`.
         if time.monotonic() < ends_s:
             self._share.close()
 
