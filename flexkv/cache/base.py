@@ -383,7 +383,8 @@ class CacheManager(ABC):
 
         With `tail`, `blocks[g]` are all matched blocks and then the engine block for the partial tail. Otherwise the
         engine may load fewer blocks than were promised, but either all or none of a group whose rule is not FULL. Pages
-        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load is never rejected for lack of queue entries.
+        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load is never rejected for lack
+        of queue entries.
 
         Call order:
             After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.
