@@ -1,5 +1,4 @@
-"""flexkv's SGLang linker. `benchmarks.hook_clock` times all its hooks, including those that the engine's pools call.
-"""
+"""flexkv's SGLang linker. `benchmarks.hook_clock` times all its hooks, including those that the engine's pools call."""
 
 from __future__ import annotations
 

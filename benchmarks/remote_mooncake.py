@@ -104,8 +104,7 @@ def seconds(method: Method) -> float:
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
-    """Returns the medians over all rounds. flexkv's client and the raw client take turns at going first.
-    """
+    """Returns the medians over all rounds. flexkv's client and the raw client take turns at going first."""
     bench = Bench(url)
     times: dict[str, list[float]] = {}
     puts = {"put ours": bench.our_put, "put raw": bench.raw_put}

@@ -104,8 +104,7 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, li
 
 
 def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
-    """Measures one geometry. Before it times anything, it compares the bytes that the staged path reads with the file.
-    """
+    """Measures one geometry. Before it times anything, compares the bytes that the staged path reads with the file."""
     staged, runs = case.worker(True, threads), case.worker(False, threads)
     staged.read(case.gpu, case.ssd)
     content = np.fromfile(case.path, np.uint8).reshape(case.blocks, case.layers, KV, case.chunk)
