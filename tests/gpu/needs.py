@@ -1,4 +1,4 @@
-"""Marks for the requirements of GPU tests. A marked test is skipped, with a reason, if its requirement is not met."""
+"""Pytest marks for GPU tests. They skip a test, with a reason, if the machine or the build cannot run it."""
 
 from __future__ import annotations
 

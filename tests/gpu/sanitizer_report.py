@@ -1,5 +1,5 @@
-"""Reads the output of compute-sanitizer: memory errors, and driver calls that returned an error, with the library that
-made the call.
+"""Reads the output of compute-sanitizer. The output reports memory errors, and calls of the CUDA driver that returned
+an error, with the library that made the call.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 PREFIX = re.compile(r"=========(?!=)")
-"""Matches the beginning of each line of the tool's output. Headings of pytest, whose output is mixed with the tool's,
-do not match.
+"""Matches the beginning of each line that compute-sanitizer prints. The output of pytest is mixed with these lines; its
+headings do not match.
 """
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)")
 API_ERROR = re.compile(r"Program hit .* on CUDA API call to (\w+)")
@@ -24,17 +24,17 @@ QUIET = (
     "Saved host backtrace",
     "RACECHECK SUMMARY",
 )
-"""Beginnings of lines that are not the first line of a finding."""
+"""Beginnings of lines that compute-sanitizer prints outside of its error reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One error that the tool found.
+    """One error that compute-sanitizer found.
 
     Attributes:
-        text: the text that the tool printed for it.
+        text: the lines that compute-sanitizer printed for the error.
         call: name of the driver's function that returned an error; empty for a memory error.
-        caller: file name of the library that called the driver; empty if it is not in the backtrace.
+        caller: file name of the library that called the driver; empty if the backtrace does not show the library.
     """
 
     text: str
@@ -43,18 +43,18 @@ class Finding:
 
     @property
     def is_cufiles_own(self) -> bool:
-        """Whether the error is a failed driver call by cuFile. Such calls are harmless: for example, cuFile frees
-        memory that it has not allocated. False for a memory error.
+        """Whether the error is a driver call by cuFile that failed; False for a memory error. Such calls are harmless:
+        for example, cuFile frees memory that it has not allocated.
         """
         return bool(self.call) and self.caller.startswith(CUFILE)
 
 
 def findings(output: str) -> list[Finding]:
-    """Finds the errors in the tool's output, with which the program's output is mixed.
+    """Finds the errors in `output`, which has the lines of compute-sanitizer and those of the program under test.
 
     Raises:
-        ValueError: if the output has no summary, or the summary counts a different number of errors, so that the
-            result is unknown.
+        ValueError: if the output has no summary, or the summary counts a different number of errors than were found.
+            Then the errors are unknown.
     """
     found: list[list[str]] = []
     open_ = False

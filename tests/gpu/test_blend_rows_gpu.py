@@ -1,5 +1,5 @@
-"""Cached rows of a blended forward, loaded and rotated on a GPU's own streams. The results have the same bits as on a
-CPU.
+"""Tests blending on a GPU: the cached rows of a forward pass are loaded and rotated on streams of the GPU, with the
+same bits as on a CPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ pytestmark = CUDA_BUILD
 
 ROUNDS = 20
 WORK = 2048
-"""Side of the matrices whose products keep the engine's stream busy while the next layers are loaded."""
+"""Number of rows and columns of the matrices whose products keep the engine's stream busy while layers are loaded."""
 LAYERS, TOKENS = 6, 64
 
 
 class Loaded:
-    """Rows of random numbers in the staging pool, for two requests, and the expected results, which a CPU computes.
+    """Random rows of two requests in the staging pool, and the expected results, which a CPU computes.
 
     Attributes:
         rows: the rows of each request.
@@ -84,8 +84,8 @@ def loaded(torch: Any, request: pytest.FixtureRequest) -> Iterator[Loaded]:
 
 
 def wrong_layers(torch: Any, loaded: Loaded, requests: list[int], rounds: int = ROUNDS) -> int:
-    """Takes the layers of several requests' rows at the same time, while the caller's stream is busy. Returns how many
-    layers differ from the expected ones.
+    """Loads the rows of several requests layer by layer at the same time, while the caller's stream is busy. Returns
+    how many layers differ from the expected ones.
     """
     from flexkv.adapters.torch_tensors.device import TorchDevice
     from flexkv.adapters.vllm.blend.loaded_rows import LoadedRows, device_of
@@ -107,8 +107,8 @@ def wrong_layers(torch: Any, loaded: Loaded, requests: list[int], rounds: int = 
 
 
 def test_the_cpus_bits_while_the_engines_stream_is_busy(torch: Any, loaded: Loaded) -> None:
-    """The caller takes each layer on its stream and releases the layer at once. So the layer's buffer is used for a
-    later layer, while the copy from it may still wait behind the caller's work.
+    """The caller enqueues a copy of each layer on its own stream, and releases the layer's buffer at once. So the
+    loader may reuse the buffer for a later layer while the copy still waits behind the caller's other work.
     """
     assert wrong_layers(torch, loaded, [0]) == 0
 
@@ -125,7 +125,7 @@ def test_control_without_an_edge_between_streams_layers_are_wrong(
     from flexkv.transfer.layerwise.load import LoadPipeline
 
     if edge == "the caller's work":
-        # Without this edge, a buffer is filled again while the caller's copy from it waits behind the caller's work.
+        # Without this edge, the loader fills a buffer again while the caller's copy from the buffer still waits.
         monkeypatch.setattr(TorchDevice, "caller_event", lambda self: None)
         monkeypatch.setattr(LoadPipeline, "_after_scatter", lambda self, layer: None)
     else:
@@ -136,7 +136,7 @@ def test_control_without_an_edge_between_streams_layers_are_wrong(
 
 
 def hold_load_streams(torch: Any, patch: pytest.MonkeyPatch) -> None:
-    """Puts some milliseconds of work before every copy to the device, in the stream of the copy."""
+    """Enqueues some milliseconds of work before every copy to the device, in the stream of the copy."""
     from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
 
     copy, ballast = PinnedRooms.copy, torch.randn(WORK, WORK, device="cuda")

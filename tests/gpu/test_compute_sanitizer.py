@@ -1,10 +1,10 @@
-"""Runs the kernels under NVIDIA's compute-sanitizer, which finds memory errors and reads of memory that was never
-written. The controls contain such errors on purpose, and the tool must find them.
+"""Runs the kernels with NVIDIA's compute-sanitizer, which finds memory errors and reads of memory that was never
+written. The control programs contain such errors on purpose, and the tool must find them.
 
-Driver calls that return an error are ignored if libcufile made them: when it is opened, it frees memory that it has not
-allocated. Memory errors are never ignored.
+The tests ignore driver calls of libcufile that return an error: when libcufile is opened, it frees memory that it has
+not allocated. They never ignore memory errors.
 
-The tool racecheck is not run, because it checks only shared memory, which no kernel uses.
+The tests do not run the tool racecheck, because it checks only shared memory, which no kernel of flexkv uses.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ pytestmark = CUDA_BUILD
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 86
-"""Exit status of the tool if it has found errors."""
+"""Exit status of compute-sanitizer if it has found errors."""
 PRINTED = 10_000
-"""The most errors that the tool prints. The number is large, so that every error is printed and can be examined."""
+"""The maximum number of errors that compute-sanitizer prints, large enough that it prints every error."""
 RUN_S = 220
-"""Time limit of a run. It is below that of a step of `benchmarks.gpu_results sanitize`."""
+"""Time limit of one run in seconds. It is below the limit of a step of `benchmarks.gpu_results sanitize`."""
 
 CHOSEN = [
     ("memcheck", "tests/gpu/test_gds_gpu.py", "every_byte and (42 or 77 or 107)"),
@@ -44,8 +44,8 @@ CHOSEN = [
     ("memcheck", "tests/gpu/test_rotation_gpu.py", "every_geometry or (turned_as and (0 or 7))"),
     ("initcheck", "tests/gpu/test_transfer_gpu.py", "every_byte and 1000 and not 80 and not 5"),
 ]
-"""For each run the tool, the test file, and the selected tests. The selected tests cover each kernel in each mode with
-odd sizes, but are few, because the tools make kernels many times slower.
+"""The tool, the test file and the selected tests of each run. The selected tests cover each kernel in each mode with
+odd sizes. They are few, because the tools make kernels many times slower.
 """
 
 CONTROLS = {
@@ -55,7 +55,7 @@ CONTROLS = {
 
 
 def sanitizer() -> str:
-    """Finds the tool, in the compiler's folder or on PATH. Skips the test if it is not installed."""
+    """Returns the path of compute-sanitizer: beside nvcc, otherwise on PATH. Skips the test if there is none."""
     nvcc = find_nvcc()
     beside = Path(nvcc).with_name("compute-sanitizer") if nvcc else None
     tool = str(beside) if beside and beside.exists() else shutil.which("compute-sanitizer")
@@ -93,7 +93,7 @@ def test_kernels_are_clean(tool: str, file: str, chosen: str, tmp_path: Path) ->
     output = done.stdout + done.stderr
     ours = [finding.text for finding in findings(output) if not finding.is_cufiles_own]
     assert not ours, "\n\n".join(ours)[-20_000:]
-    # The tool also returns FOUND for errors that are ignored here, so this status says nothing about the tests.
+    # compute-sanitizer returns FOUND also for errors that this test ignores, so FOUND does not mean a failed test.
     assert done.returncode in (0, FOUND), output[-20_000:]
     counts = outcomes(report)
     assert counts["passed"] > 0, output[-20_000:]

@@ -1,5 +1,5 @@
-"""The same transfers as in tests/unit/gds, but with the pool and the staging buffer in GPU memory: all geometries,
-fences, and the reported kinds of I/O.
+"""Tests the transfers of tests/unit/gds with the pool and the staging buffer in GPU memory: every geometry, the fences,
+and the reported routes of the I/O.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path, fenced: bool) -> None:
-    """When the transfer is submitted, the engine's stream is busy for a long time, so without fences both directions
-    would move wrong bytes. The controls use a stream without work as the fence.
+    """When the test submits a transfer, the engine's stream is busy for a long time. So without a fence, a store would
+    copy old bytes, and a load would overwrite bytes that the stream still reads. The controls use a stream without
+    work as the fence.
     """
     case = Case(0, 2, 65536, 8, 16, 16, False, True, 1, align=4096)
     world = World(case, tmp_path)

@@ -1,5 +1,5 @@
-"""The gds lane with the pool and the staging buffer in GPU memory: every byte, and fences while the engine's stream is
-busy.
+"""Tests the gds lane with the pool and the staging buffer in GPU memory: every byte arrives, and fences hold while the
+engine's stream is busy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ GPU = 0
 
 
 class GpuRank:
-    """Like `Rank` of `slab_world`, but on a GPU. The pool is [runs][blocks] or [blocks][runs], of `run` bytes each."""
+    """One rank's pool on a GPU, like `Rank` of `slab_world`. Its shape is [runs][blocks][run] or [blocks][runs][run]
+    bytes.
+    """
 
     def __init__(self, layers: int, kv: int, run: int, blocks: int, block_first: bool, seed: int) -> None:
         self.runs, self.blocks, self.run = layers * kv, blocks, run
@@ -75,7 +77,9 @@ def test_every_byte_comes_back_and_no_other_changes(
 def test_each_layer_is_there_for_work_enqueued_after_its_wait(
     tmp_path: Path, layers: int, kv: int, run: int, block_first: bool, staged: bool
 ) -> None:
-    """In a layerwise load, work that is enqueued after the wait for a layer reads that layer of every page."""
+    """In a layerwise load, work that the engine enqueues after the wait for a layer reads the loaded bytes of this
+    layer in every page.
+    """
     world = make_world(tmp_path, layers=layers, kv=kv, run=run, block_first=block_first, staged=staged)
     places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
     world.store(places, blocks)
@@ -118,9 +122,8 @@ def test_damage_is_found_in_the_pool_and_in_the_slots(
 def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
     tmp_path: Path, block_first: bool, fenced: bool
 ) -> None:
-    """Transfers of staged pages have a fence on a stream, and those of direct pages have a fence on the host. Without
-    its fence, a transfer would move old bytes. The controls use a stream without work as the fence, and must see old
-    bytes.
+    """The fence of a staged page is a wait in a stream, that of a direct page a wait on the host. Without its fence, a
+    transfer would move old bytes. The controls use a stream without work as the fence, and must find old bytes.
     """
     world = make_world(tmp_path, layers=8, run=16384, block_first=block_first)
     rank = world.ranks[0]
@@ -134,7 +137,7 @@ def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
         last = (turn + 15) % 256
         world.stream = fence
         world.store(blocks, blocks)
-        # A slow forward pass reads the blocks that the load then overwrites.
+        # Simulates a slow forward pass that reads the blocks before the load overwrites them.
         rank.by_block[:8].fill_(255 - last)
         torch.cuda.current_stream(GPU).synchronize()
         torch.cuda._sleep(200_000_000)

@@ -1,5 +1,5 @@
-"""Copies on a real GPU: long runs, a pool of more than 4 GiB, digests, a pool that two processes share, and captures of
-CUDA graphs beside copies.
+"""Tests copies on a real GPU: long runs, a pool of more than 4 GiB, digests, a pool that two processes share, and
+captures of CUDA graphs at the same time as copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.unit.transfer.large_moves import (
 pytestmark = GPU
 DEVICE = 0
 POOL_BYTES = 6 << 30
-"""Free GPU memory that the test with a pool of more than 4 GiB needs."""
+"""Free GPU memory in bytes that the test with a pool of more than 4 GiB needs."""
 CAPTURES = 20
 CAPTURE_REFUSED = 900
 """Value of CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED."""
@@ -42,7 +42,9 @@ def _needs_torch(torch: Any) -> None:
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "copy engine"])
 @pytest.mark.parametrize("run_bytes", [65536 + 16, 192 << 10, (1 << 20) + 1])
 def test_long_runs_go_by_the_way_of_their_direction(run_bytes: int, kernel: bool) -> None:
-    """The kernel stores runs of any length. It loads runs of this length only if the driver has no batched copies."""
+    """The kernel stores runs of any length. It loads long runs, as in this test, only if the driver has no batched
+    copies.
+    """
     paths = check_runs(DEVICE, run_bytes, kernel)
     loaded, stored = 2 * 3 * run_bytes, 3 * 3 * run_bytes
     if not kernel:
@@ -83,8 +85,8 @@ def test_short_runs_are_the_kernels_once_memory_is_pinned(mark: pytest.MarkDecor
 
 @contextmanager
 def copies_beside(torch: Any) -> Iterator[list[int]]:
-    """Stores, loads, and pins another pool, again and again in a separate thread. Yields a list with the number of
-    turns so far.
+    """Stores pages, loads them, and pins another pool, again and again in a separate thread. Yields a list with one
+    element: the number of finished turns.
     """
     world = MovesWorld(DEVICE, 4, 16384, 8, 8)
     for block in range(4):
@@ -127,8 +129,8 @@ def wait_for_turns(done: list[int], count: int) -> None:
 
 
 def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
-    """The capture uses the strictest mode. In it a forbidden call in any thread ends the capture, unless that thread
-    has opted out.
+    """The capture uses the strictest mode. In this mode a forbidden call in any thread ends the capture, unless the
+    thread has opted out.
     """
     source = torch.arange(1 << 16, dtype=torch.float32, device=f"cuda:{DEVICE}")
     with copies_beside(torch) as done:
@@ -136,7 +138,7 @@ def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="global"):
                 answer = source * 2 + turn
-                wait_for_turns(done, done[0] + 2)  # so at least one complete turn happens during the capture
+                wait_for_turns(done, done[0] + 2)  # so one complete turn is inside the capture
             graph.replay()
             torch.cuda.synchronize(DEVICE)
             assert torch.equal(answer, source * 2 + turn)
@@ -146,8 +148,8 @@ def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
 
 @pytest.mark.parametrize("relaxed", [False, True], ids=["control", "relaxed"])
 def test_a_forbidden_call_would_have_ended_the_capture(torch: Any, relaxed: bool) -> None:
-    """Control for the test above: during a capture, an allocation in another thread is refused, unless that thread has
-    opted out with the relaxed mode.
+    """Control for `test_graphs_are_captured_beside_copies_and_registration`. During a capture, the driver refuses an
+    allocation in another thread, unless that thread has opted out with the relaxed mode.
     """
     driver = pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
     codes: list[int] = []

@@ -1,4 +1,4 @@
-"""The layerwise pipelines on streams of a real GPU."""
+"""Tests the layerwise load and store pipelines on streams of a real GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The rotation kernel on a GPU: its bits equal the CPU's in every geometry, it runs in the order of its stream, and its
-bandwidth is printed.
+"""Tests the rotation kernel on a GPU: its results have the same bits as the CPU's in every geometry, and it runs in the
+order of its stream. One test prints its bandwidth.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def apply(
     target_places: RowPlaces,
     table: TurnTable,
 ) -> None:
-    """Rotates as the product does: checks the tables, copies them to the device, and uses them there."""
+    """Rotates as flexkv does: checks the tables, copies them to the device, and passes the copies to the kernel."""
     rotation.check(keys, places, target, target_places, table)
     stream = device.current_stream()
     rotation.apply(keys, places.on(device), target, target_places.on(device), table.on(device), stream=stream)
@@ -60,8 +60,8 @@ def apply(
 @PAIRING
 @DTYPE
 def test_the_cpus_bits_in_every_geometry(torch: Any, device: Any, pairing: str, dtype: str) -> None:
-    """Covers every alignment, rows and heads at any place, and rows that are zeroed, copied or rotated. No other bytes
-    change.
+    """Random cases with any alignment, rows and heads at any offset, and rows that are zeroed, copied or rotated. Bytes
+    outside of these rows do not change.
     """
     random = np.random.default_rng(5)
     for round_number in range(60):
@@ -103,14 +103,14 @@ def test_error_against_float64_in_place(torch: Any, device: Any, pairing: str, d
     shaped = keys.cpu().numpy().view(encode(before, dtype).dtype).reshape(before.shape)
     found = decode(shaped, dtype)
     assert relative_error(found, turned(plain, rotation.spec, new, rotation.frequencies)) <= LIMITS[dtype]
-    # Control: the keys before the rotation differ.
+    # Control: before the rotation, the keys differ from the expected ones.
     assert relative_error(before, turned(plain, rotation.spec, new, rotation.frequencies)) > 0.1
 
 
 @pytest.mark.parametrize("same_stream", [True, False], ids=["its stream", "control"])
 def test_it_comes_after_what_its_stream_was_given(torch: Any, device: Any, same_stream: bool) -> None:
-    """A copy that waits in the stream writes the keys, and the rotation comes after it. In the control the rotation is
-    in another stream and reads the old bytes.
+    """The rotation follows a slow copy in the same stream, and reads the keys that the copy writes. In the control the
+    rotation is in another stream and reads the old bytes.
     """
     rotation = rotation_of("neox", "float32", 8, 128, 128)
     rows = 4096
@@ -161,7 +161,7 @@ def test_rows_places_and_tables_that_do_not_fit_are_refused(torch: Any, device: 
 def test_bandwidth(
     torch: Any, device: Any, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Prints the kernel's bandwidth, and that of a copy of the same bytes. It asserts nothing about time."""
+    """Prints the bandwidth of the kernel and of a copy of the same bytes. Does not check the times."""
     rotation = rotation_of("neox", dtype, 8, 128, 128)
     rows = BUFFER_BYTES // rotation.row_bytes
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)

@@ -1,4 +1,4 @@
-"""flexkv as the linker of a real SGLang engine on a GPU: a loaded prompt gives the same tokens as a computed one."""
+"""Tests flexkv in a real SGLang engine on a GPU: a loaded prompt gives the same tokens as a computed one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_loaded_tokens_are_those_that_were_computed(tmp_path: Path) -> None:
         computed = [engine.call("generate", requests=[one])[0] for one in asked]
         ends_s = time.monotonic() + STORED_S
         loaded: list[dict[str, int]] = []
-        # Stores end a little after the answers. Until they have ended, the prompts are computed again and not loaded.
+        # Stores finish a little after the answers. Until then, the engine computes the prompts again.
         while not (loaded and all(answer["host"] for answer in loaded)):
             assert time.monotonic() < ends_s, "nothing was loaded"
             assert engine.call("flush")

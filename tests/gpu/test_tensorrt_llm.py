@@ -1,5 +1,5 @@
-"""The connector in a real TensorRT-LLM engine, if the package and a GPU are present: a loaded prompt gives the same
-tokens as a computed one.
+"""Tests flexkv's connector in a real TensorRT-LLM engine: a loaded prompt gives the same tokens as a computed one. The
+test is skipped without the package or without a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.gpu.needs import GPU
 pytestmark = GPU
 
 MODEL_VARIABLE = "FLEXKV_TEST_TRTLLM_MODEL"
-"""Environment variable with the folder or the name of a small model."""
+"""Name of the environment variable that has the folder or the name of a small model."""
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def package() -> Any:
 
 
 def generate(package: Any, prompts: list[str], with_connector: bool) -> list[list[int]]:
-    """Sends all prompts, then all of them again, and returns the tokens of each answer. The engine's own pool is too
-    small for all prompts at once.
+    """Sends all prompts twice, one after another, and returns the tokens of each answer. The engine's own pool is too
+    small for all prompts, so the second round needs flexkv to load them.
     """
     llmapi = package.llmapi
     cache = llmapi.KvCacheConfig(max_tokens=2048, enable_partial_reuse=False)

@@ -1,4 +1,4 @@
-"""The CUDA lane on a real GPU: every path copies every byte, and fences hold while the engine's stream is busy."""
+"""Tests the CUDA lane on a GPU: every path copies every byte, and fences hold while the engine's stream is busy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GpuWorld:
         layerwise: bool = False,
         stream: int | None = None,
     ) -> Any:
-        """Submits one op. `stream` is the stream for its fence; None for the engine's."""
+        """Submits one op. The op's fence is on `stream`, or on the engine's stream if `stream` is None."""
         priority = Priority.LOAD if kind is OpKind.H2D else Priority.STORE
         op = TransferOp(
             OpId(next(self.ids)),
@@ -89,7 +89,7 @@ class GpuWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Returns the number of bytes that each path has moved, for paths that moved any."""
+        """Returns the number of bytes that each path has moved, without the paths that have moved none."""
         assert self.engine.cuda_lane is not None
         return {path: moved for path, _, moved, _ in self.engine.cuda_lane.counts() if moved}
 
@@ -148,12 +148,12 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert "batch" not in paths
 
 
-# The controls use a stream without work as the fence. Each test must then see wrong bytes, or it would prove nothing.
+# The controls use a stream without work as the fence. Wrong bytes must then appear; otherwise the test proves nothing.
 FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 KERNEL = pytest.mark.parametrize("kernel", [False, True], ids=["copy engine", "kernel"])
 TURNS = 30
 SLEEP_CYCLES = 100_000_000
-"""Clock cycles of a sleep: about 50 ms on a GPU at 2 GHz. A copy without a fence ends long before that."""
+"""Clock cycles of a sleep: about 50 ms on a GPU at 2 GHz. A copy without a fence ends long before the sleep does."""
 FENCE_BLOCKS = list(range(8))
 FENCE_SHAPE = {"layers": 8, "run_bytes": 16384}
 
@@ -170,14 +170,14 @@ def end(world: GpuWorld, ticket: Any) -> None:
 
 
 def fill(world: GpuWorld, value: int) -> None:
-    """Fills the blocks of the fence tests with a value, and waits until the stream has done it."""
+    """Fills the blocks of the fence tests with a value, and waits until the stream has executed the fill."""
     world.by_block[: len(FENCE_BLOCKS)].fill_(value)
     world.torch.cuda.current_stream(0).synchronize()
 
 
 def warm_up(world: GpuWorld) -> None:
-    """Makes one store and one load. This loads kernels, starts threads, and creates torch's 32 streams, which torch
-    creates all at once. Otherwise the copies of the first turn might begin only after the stream's sleep.
+    """Runs one store and one load. They load kernels and start threads. The first `Stream` makes torch create all its
+    32 streams. Without this, the copies of the first turn might begin only after the stream's sleep.
     """
     world.torch.cuda.Stream(0)
     world.torch.cuda._sleep(1)
@@ -201,7 +201,7 @@ def test_a_store_copies_what_the_forward_before_it_writes(
         value = turn % 200
         fill(world, 255 - value)
         world.torch.cuda._sleep(SLEEP_CYCLES)
-        for last in (value + 1, value):  # stands for a forward that writes each block twice
+        for last in (value + 1, value):  # simulates a forward that writes each block twice
             world.by_block[: len(FENCE_BLOCKS)].fill_(last)
         end(world, world.submit(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS, stream=fence_of(world, fenced)))
         assert stored(world, value) is fenced, f"turn {turn}"
@@ -237,7 +237,7 @@ def test_a_forward_after_wait_layer_reads_what_the_load_brings(
     busy = torch.cuda.Stream(0)
     for turn in range(TURNS):
         fill(world, 8 + turn)
-        # The load comes after this sleep in its stream, so its copies begin long after they were enqueued.
+        # The load's fence is behind this sleep, so its copies begin long after they were enqueued.
         with torch.cuda.stream(busy):
             torch.cuda._sleep(SLEEP_CYCLES)
         ticket = world.submit(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS, stream=int(busy.cuda_stream))
@@ -291,7 +291,7 @@ def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
     for world in worlds:
         torch.cuda.synchronize(world.device)
     blocks, targets = [0, 1, 2, 5], [9, 7, 6, 8]
-    # Ops on both GPUs run at once. One thread submits them, and its current device may be neither of the two.
+    # Ops on both GPUs run at once. One thread submits them; its current device may differ from an op's device.
     for kind, places in ((OpKind.D2H, blocks), (OpKind.H2D, targets)):
         tickets = [world.submit(kind, places, blocks) for world in worlds]
         for world, ticket in zip(worlds, tickets, strict=True):

@@ -1,5 +1,5 @@
-"""Runs the demo's conversation with a real vLLM engine on a GPU. The tokens are those of an engine without flexkv, and
-hits occur where they are expected.
+"""Runs the demo's conversation with a real vLLM engine on a GPU. The tokens must equal those of an engine without
+flexkv, and every expected hit must occur.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER] [--case PATTERN]`.
 
-Without SANITIZER it builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE select. PATTERN has doctest's syntax: `*`
-matches anything, and commas separate patterns.
+Without SANITIZER, this program builds the variant that FLEXKV_CUDA and FLEXKV_SANITIZE select. PATTERN has doctest's
+syntax: `*` matches any text, and commas separate patterns.
 """
 
 from __future__ import annotations

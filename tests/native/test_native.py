@@ -1,4 +1,4 @@
-"""The C++ tests, compiled as in users' builds. `make test` runs them under the sanitizers instead (`sanitizers/`)."""
+"""Runs the C++ tests, compiled as in users' builds. `make test` runs them with sanitizers instead."""
 
 from __future__ import annotations
 

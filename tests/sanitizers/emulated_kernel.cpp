@@ -1,7 +1,7 @@
 // Launches the transform kernel once on the CPU. It copies and digests two runs of four leaves each. If the
-// program has an argument, the kernel reads its last leaf from memory behind the pool.
+// program has an argument, the kernel reads its last leaf past the end of the pool.
 #include "../native/emulated_cuda.h"
-// Must come after the header above, which defines the keywords of CUDA.
+// Must come after emulated_cuda.h, which defines the keywords of CUDA.
 #include "gds/transform/kernel.cuh"
 
 using namespace flexkv;
@@ -9,7 +9,7 @@ using namespace flexkv;
 int main(int count, char**) {
   constexpr int32_t kRuns = 2, kLeaves = 4;
   constexpr size_t kBytes = kRuns * kLeaves * kLeafBytes;
-  // The pool ends where its allocation ends, so that the sanitizer finds a read behind it.
+  // The pool ends where its allocation ends, so that the sanitizer finds a read past its end.
   std::vector<Vector16> pool(kBytes / 16), slot(kBytes / 16 + kRuns);
   std::vector<TransformRun> runs;
   std::vector<TransformLeaf> leaves;

@@ -36,13 +36,13 @@ FOLDERS = {
         "tests/unit/native_border/test_fuzz_threads.py",
     ),
 }
-"""For each sanitizer, the tests that call the native core. They use neither torch nor engines, which are not built with
-a sanitizer.
+"""The tests of the native core to run with each sanitizer. These tests use neither torch nor inference engines, because
+those are not built with a sanitizer.
 """
 
 SHORT = ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py")
-"""The tests for `--short`, which `make test` runs with `address`: they call every binding with wrong and with random
-arguments. The native tests, which always run with both sanitizers, cover the code behind the bindings.
+"""The tests for `--short`, which `make test` runs with `address`. They call every binding with wrong and with random
+arguments. The C++ tests, which always run with both sanitizers, cover the code behind the bindings.
 """
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     asked = parser.parse_args()
     sanitizer, paths = asked.sanitizer, SHORT if asked.short else FOLDERS[asked.sanitizer]
     tree = make_tree(Variant(None, sanitizer))
-    # With a sanitizer, random cases take 5 to 20 times as long, so only as many run as in `make test`.
+    # With a sanitizer, random cases take 5 to 20 times as long. So a soak run makes only as many as `make test`.
     environ = sanitizer_environment(sanitizer) | {SOAK_VARIABLE: "1"}
     which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
     told = subprocess.run(

@@ -37,7 +37,7 @@ CONTROLS = {
         "data race",
     ),
 }
-"""For each sanitizer, a program with an error that it finds, and words that it must print for it."""
+"""For each sanitizer, a program with an error that the sanitizer must find, and words that its report must contain."""
 
 
 @pytest.mark.soak
@@ -90,8 +90,8 @@ def test_the_sanitizer_would_have_spoken(sanitizer: str, tmp_path: Path) -> None
 def test_control_a_kernel_that_is_wrong_is_reported(
     sanitizer: str, define: str, arguments: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    """Runs an emulated kernel with a fault: two warps race because an addition is not atomic, or an access is behind
-    the end of memory. Without a fault nothing is reported.
+    """Runs an emulated kernel with a fault: two warps race because an addition is not atomic, or a read is past the end
+    of the pool. Without a fault the sanitizer reports nothing.
     """
     program = tmp_path / "kernel"
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-g", "-O1", "-pthread"]
