@@ -22,7 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def make(kind: str, share: str = "host+disk", **settings: Any) -> ScheduledEngine:
         settings = {"blocks": 128} | sharing(tmp_path / "run", share) | settings
-        settings.pop("role", None)  # a setting of the mini engine only
+        settings.pop("role", None)  # only the mini engine has this setting
         engines.append(ScheduledEngine(tmp_path, KINDS[kind], **settings))
         return engines[-1]
 

@@ -76,7 +76,7 @@ def knows_pages(engine: ScheduledEngine, pages: int) -> bool:
 
 
 def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
-    """Evicts one page of the prompt from host memory: the page of KV group `group` that ends at token `end`."""
+    """Evicts a page of the prompt from host memory: the page of KV group `group` that ends at token `end`."""
     hub = manager_of(engine).hub
     keys = keys_of(engine, PROMPT)[group]
     block = manager_of(engine).tables.specs[group].block_tokens
@@ -85,7 +85,8 @@ def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
 
 
 def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, ScheduledEngine]:
-    """Starts an engine that computes the prompt, and one that learns of the first one's pages. Returns both."""
+    """Starts an engine that computes the prompt, and another engine, and waits until the other one has learned of these
+    pages. Returns the two engines."""
     one, other = start(kind, **settings), start(kind, **settings)
     assert one.run("one", PROMPT) == 0
     wait_for(lambda: knows_pages(other, manager_of(one).cached_blocks()))
@@ -95,7 +96,7 @@ def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, Sch
 def until(
     engine: ScheduledEngine, done: Callable[[], bool], between: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs steps of the engine until `done` returns True. `between` is passed to `ScheduledEngine.step`."""
+    """Runs steps of the engine until `done` returns True. Passes `between` to `ScheduledEngine.step`."""
     ends_s = time.monotonic() + DEADLINE_S
     while not done():
         assert time.monotonic() < ends_s, "it never came to that"

@@ -13,7 +13,7 @@ from flexkv.peers.share import PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 
 PROMPT = list(range(100, 123))
-"""A prompt of 5 complete blocks of 4 tokens, and 3 more tokens."""
+"""A prompt of 5 complete blocks of 4 tokens, followed by 3 tokens."""
 
 DEADLINE_S = 30.0
 
@@ -64,6 +64,6 @@ def live_files(root: Path) -> list[Path]:
 
 
 def only_live_file(root: Path) -> Path:
-    """Waits for the file with the heartbeat of the only running unit. Returns its path."""
+    """Waits until exactly one unit's file with its heartbeat is there. Returns its path."""
     wait_for(lambda: len(live_files(root)) == 1)
     return live_files(root)[0]

@@ -48,7 +48,7 @@ def contained(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         print(tmp_path / "run", "own", file=child.stdin, flush=True)
         assert 1 < int(child.stdout.readline()) < 100, "it is among the first processes of its namespace"
         yield child
-        child.stdin.close()  # ends the namespace's first process, which ends all others in it
+        child.stdin.close()  # closing stdin ends the namespace's first process, and so all processes in the namespace
         child.wait(30)
 
 

@@ -51,7 +51,8 @@ Serve = Callable[..., int]
 
 @pytest.fixture
 def machine(make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MiniEngine]:
-    """Returns a function that starts an engine which claims to run on a machine of its own."""
+    """Returns a function that starts an engine. The engine's unit is on a machine of its own, according to the unit's
+    file."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
     return lambda name, **more: make_engine(**distant_settings(tmp_path, name) | more)
@@ -71,7 +72,8 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def serve(nursery: subprocess.Popen[str], tmp_path: Path) -> Iterator[Serve]:
-    """Returns a function that starts a process, whose unit on machine `far` has the prompt, and returns its pid."""
+    """Returns a function that starts a process and returns its process id. The process has a unit on machine `far`,
+    which has the prompt's pages."""
     pids = []
 
     def start(other: str = "same") -> int:
@@ -114,7 +116,7 @@ def test_a_prompt_in_a_folder_of_another_machine_is_a_hit(machine: Any) -> None:
     one, other = machine("a"), machine("b")
     store(one)
     wait_for(lambda: knows(other, PAGES))
-    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number that was loaded
+    assert other.run(make_request(PROMPT, "two")) == 20  # `run` fails if a number that was loaded is wrong
     assert hits(other) == PAGES
     (row,) = share_of(other).peers()
     assert (row["unit"], row["disk_pages"]) == (share_of(one)._card.unit, PAGES)
@@ -252,7 +254,8 @@ def test_a_killed_unit_is_gone_by_its_heartbeat_and_found_again(
     other = machine("b")
     wait_for(lambda: knows(other, PAGES))
     killed(pid)
-    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))  # flexkv must not rely on the file's time
+    # flexkv must not rely on the file's modification time, so the test sets it to the far future
+    os.utime(live_files(tmp_path)[-1], (4e9, 4e9))
     wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
     assert len(live_files(tmp_path)) == 2, "its folder stays as it was"
     assert other.run(make_request(PROMPT, "two")) == 0
@@ -353,7 +356,8 @@ def test_control_other_weights_are_taken_where_nobody_compares_them(
 
 @contextmanager
 def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Until the end of the block, readers of the file see its content at the start of the block, as through a cache."""
+    """Until the end of the `with` block, every reader of the file gets the content that it had at the start of the
+    block, as through a cache."""
     kept = path.with_name("kept")
     kept.write_bytes(path.read_bytes())
     opened = live_file.open_live
@@ -365,7 +369,8 @@ def view_of_the_past(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def outdated(
     machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[MiniEngine, dict[str, Any]]:
-    """Makes an engine load pages that their owner has overwritten. Returns the engine, and its results by reason."""
+    """Makes an engine load pages that their owner has overwritten. Returns the engine, and the number of pages per
+    result of their copy."""
     monkeypatch.setattr(machines_module, "GONE_BEATS", 10_000)
     one, other = machine("a", **{"disk.bytes_per_folder": 64 << 10}), machine("b")
     store(one)
@@ -439,7 +444,7 @@ def test_an_older_copy_does_not_count_as_a_heartbeat(
 
 @contextmanager
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Until the end of the block, opening another machine's file waits, as if the file server did not answer."""
+    """Until the end of the `with` block, opening another machine's file waits, as if the file server did not answer."""
     answers = threading.Event()
     opened = live_file.open_live
 
@@ -465,7 +470,8 @@ def test_a_unit_that_could_not_look_for_long_does_not_call_others_gone(
     left: list[str] = []
     monkeypatch.setattr(watch_of(other), "_left", left.append)
     watch_of(one)._units.clear()
-    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)  # `one` now only writes its heartbeat
+    # from this line on, `one` writes its heartbeat and does not look at other units
+    monkeypatch.setattr(watch_of(one), "_scan", lambda: None)
     answers = threading.Event()
     beat = watch_of(other)._writer.beat
     monkeypatch.setattr(watch_of(other)._writer, "beat", lambda: (answers.wait(60), beat()))
@@ -502,7 +508,7 @@ def test_a_reset_does_not_wait_for_a_server(
         began_s = time.monotonic()
         share_of(other).retire()
         assert time.monotonic() - began_s < 20
-        # The unit stops sharing in a separate thread.
+        # `retire` returns early, because a separate thread ends the sharing.
         wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
         assert len(live_files(tmp_path)) == 2
     wait_for(lambda: len(live_files(tmp_path)) == 1)

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(params=["once"])
 def store(request: pytest.FixtureRequest) -> str:
-    """The setting `peers.store` of all units of a test."""
+    """The setting `peers.store` that all units of a test have."""
     value: str = request.param
     return value
 
@@ -51,7 +51,8 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
 
 
 def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "") -> int:
-    """Starts a keeper (see `keeper_child`). Returns its process id when it has the prompt."""
+    """Makes the process `nursery` fork a keeper (see `keeper_child`). Waits until the keeper has the prompt's pages,
+    and returns its process id."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(folder, store, kind, file=nursery.stdin, flush=True)
@@ -60,7 +61,7 @@ def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "
 
 @pytest.fixture
 def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
-    """Starts a keeper, and returns its process id. Kills it at the end of the test."""
+    """Starts a keeper, yields its process id, and kills it at the end of the test."""
     pid = born(nursery, tmp_path / "run", store)
     yield pid
     with suppress(ProcessLookupError):
@@ -142,7 +143,7 @@ def test_pages_of_a_stopped_process_stay_readable(
 
 @pytest.fixture
 def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
-    """Starts a keeper whose unit has two KV groups, and returns its process id. Kills it at the end of the test."""
+    """Starts a keeper whose unit has two KV groups, yields its process id, and kills it at the end of the test."""
     pid = born(nursery, tmp_path / "run", store, "window")
     yield pid
     with suppress(ProcessLookupError):

@@ -1,5 +1,5 @@
-"""KV events of units that share pages. A unit sends a router events only about its own pages, so the router never
-predicts more hits than the unit serves.
+"""KV events of units that share pages. A unit's events tell a router only about the unit's own pages. So the router
+never predicts more hits than the unit serves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
-    """Two units, each with a router of its own. They get different sequences of requests for the same few prompts."""
+    """Two units, each with its own router. Each gets its own sequence of requests for the same few prompts."""
     settings: dict[str, Any] = settings_of(tmp_path / "run", request.param[0])
     if request.param[1] == "remote":
         server = request.getfixturevalue("shared_redis")
@@ -44,8 +44,8 @@ def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Wor
 
 
 def served(worlds: tuple[World, World]) -> tuple[int, int]:
-    """Serves requests with both units. Returns how often a router predicted more tokens than its unit served, and how
-    often fewer."""
+    """Serves requests with each of the two units. Returns the number of requests for which a router predicted more
+    tokens than its unit served, and the number for which it predicted fewer."""
     over = under = 0
     for _ in range(REQUESTS):
         for world in worlds:

@@ -52,8 +52,8 @@ PAGES = 3
 
 
 class TwoUnits:
-    """A unit with three KV groups, whose host pool is `theirs`, and a unit that reads the first one's pages into its
-    pool `ours`.
+    """Two units with three KV groups each. One unit has the pages, in its host pool `theirs` and on its disk. The other
+    one reads them into its pool `ours`.
     """
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
@@ -140,8 +140,8 @@ class TwoUnits:
         return found[0]
 
     def wrong(self, group: int) -> list[int]:
-        """Returns the numbers of the group's pages that were copied wrongly: the copy differs from the peer's page, or
-        the copy has changed bytes behind the page's end."""
+        """Returns the numbers of the group's pages with a wrong copy: its bytes differ from the page, or bytes behind
+        the page's end have changed."""
         codec, bad = self.world.codecs[group], []
         for page in range(PAGES):
             slot = self.ours.slot(group * SLOTS + page)
@@ -258,7 +258,7 @@ def test_pages_of_each_group_come_from_a_peers_slab(make_units: Callable[..., Tw
         result = units.read(reader, group)
         assert (result.status, result.failed.tolist()) == (OpStatus.OK, [])
         assert units.wrong(group) == []
-    # A page of another group, with the same key, overwrites a page, but the board still shows the overwritten one.
+    # A page of another group with the same key overwrites a page, but the board still shows the old page.
     units.world.unit.record_evict(1, ids([SLOTS + 1]), generations[1][1:2])
     units.world.write([1], [SLOTS + 1], of=2)
     assert units.read(reader, 1).failed.tolist() == [1]

@@ -35,13 +35,14 @@ from tests.unit.peers.group_engines import (
 from tests.unit.peers.live_engines import distant_settings, wait_for
 
 BOUNDARIES = {"store.checkpoint_tokens": 16}
-"""A setting with which a hit may end at 16, 32 or 48 tokens."""
+"""A setting with which a hit can end at token 16, 32 or 48."""
 
 SHORTER = 32
 
 
 def deafen(engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on, the engine does not learn which pages its peers have evicted, neither at a lookup nor at a poll."""
+    """From this call on, the engine does not learn which pages its peers have evicted, neither at a lookup nor at a
+    poll."""
     for tier in peer_tiers(engine):
         monkeypatch.setattr(tier, "_take_over", lambda news: None)
 
@@ -52,7 +53,7 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     start: Start, kind: str, verify: bool
 ) -> None:
     one, other = pair(start, kind, **{"host.verify": verify})
-    assert other.run("two", PROMPT) == HIT  # the forward pass compares every number that it reads
+    assert other.run("two", PROMPT) == HIT  # the forward pass fails if a number that it reads is wrong
     (row,) = peer_share(other).peers()
     assert row["copied"] == needed_pages(other)
     assert (row["absent"], row["changed"], row["digest"]) == (0, 0, 0)
@@ -99,8 +100,8 @@ def test_pages_in_a_running_engines_folders_are_found(start: Start, tmp_path: Pa
 def test_a_page_that_one_group_lacks_ends_the_hit_at_an_earlier_boundary(
     start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, group: int, is_known: bool
 ) -> None:
-    """If `is_known`, the other engine learns before its lookup that the page is gone. Otherwise it finds out when it
-    copies the page."""
+    """If one group lacks a page, the hit ends at an earlier boundary. If `is_known`, the engine learns before its
+    lookup that the peer has evicted the page. Otherwise it finds this out when it copies the page."""
     one, other = pair(start, kind, **BOUNDARIES)
     pages = manager_of(one).cached_blocks()
     if not is_known:
@@ -143,7 +144,8 @@ def slots_in_use(engine: ScheduledEngine, tokens: list[int]) -> set[int]:
 def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
     start: Start, group: int, verify: bool
 ) -> None:
-    """The control is a pool without digests, from which the forward pass reads the damaged bytes."""
+    """A damaged page of any group is not loaded if host memory is verified. The control is a pool without digests, from
+    which the forward pass reads the damaged bytes."""
     one, other = pair(start, "window", **BOUNDARIES, **{"host.verify": verify})
     hub, keys = manager_of(one).hub, keys_of(one, PROMPT)[group][HIT // 4 - 1 : HIT // 4]
     (slot,) = hub.index.slots_of(hub.index.find(group, keys)).tolist()
@@ -157,7 +159,8 @@ def test_a_damaged_page_of_any_group_is_left_where_memory_is_verified(
 def test_pages_of_two_groups_with_one_key_are_told_apart(
     start: Start, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
-    """The control is a directory that ignores the group, so that the forward pass reads another group's numbers."""
+    """Pages of two groups with the same key are distinguished. The control is a directory that ignores the group, so
+    that the forward pass reads another group's numbers."""
     one, other = start("window"), start("window")
     for engine in (one, other):
         requests = engine.connector.scheduler.requests
@@ -239,7 +242,8 @@ def test_a_reset_peer_and_one_that_ends_are_forgotten(start: Start) -> None:
 def test_pages_in_folders_of_another_machine_are_found(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ignores_groups: bool
 ) -> None:
-    """The control is a file in which every row has the number of the first group, so that nothing can be loaded."""
+    """A unit finds the pages of each KV group in folders of another machine. As a control, all rows of the other unit's
+    file have the number of the first group, and nothing can be loaded."""
     numbers = itertools.count()
     monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
     if ignores_groups:

@@ -56,8 +56,8 @@ def there(engine: ScheduledEngine) -> list[int]:
 def test_four_units_keep_the_pages_of_all_groups_once(
     start: Start, kind: str, store: str, copies: int
 ) -> None:
-    """After the first unit has computed the prompt, two others load it and one computes it again. The control is the
-    setting `own`, with which each of the four units keeps a copy."""
+    """Four units together keep one copy of each page of all groups. After the first unit has computed the prompt, two
+    units load it and one computes it again. The control is the setting `own`, with which each unit keeps a copy."""
     units = [start(kind, **{"peers.store": store}) for _ in range(4)]
     units[0].run("first", PROMPT)
     pages = cached(units[0])
@@ -121,8 +121,8 @@ def test_pages_that_their_keeper_evicts_count_as_lost(start: Start, group: int) 
 def test_pages_of_all_groups_are_taken_over_when_their_keeper_ends(
     start: Start, kind: str, ignores_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the other unit records every page that it leaves out as one of the first group, so it cannot take
-    over pages of other groups."""
+    """If a keeper ends, another unit takes over the pages of all its groups. In the control, this unit records every
+    page that it leaves out as a page of the first group, so it cannot take over pages of other groups."""
     if ignores_groups:
         noted = PeerKeeper.leave_out
 

@@ -60,7 +60,7 @@ GROUP_CHANGES: dict[str, dict[str, object]] = {
     "a long signature": {"signature": "ab" * 5000},
 }
 FORMAT_TOKENS = {"a format of no tokens": "0", "a format of many digits": "9" * 5000}
-"""For some invalid cards, by the card's name here: the number of tokens in the name of its page format."""
+"""For some of the invalid cards, by name: the number of tokens in the card's page format."""
 
 CHANGES: dict[str, dict[str, object]] = {
     "no group": {"groups": []},
@@ -83,8 +83,9 @@ TEXTS = {"deep": b"[" * 60_000, "no text": b"\xff\x00", "short": b"x"}
 
 @contextmanager
 def impostor(folder: Path, facts: dict[str, Any], text: bytes, files: list[int]) -> Iterator[threading.Event]:
-    """Imitates a unit: writes a file with `facts` into the folder, and sends `text` as its card, with the descriptors
-    `files`, to the first peer that connects. Yields an event that is set when the card has been sent.
+    """Imitates a unit: writes a file with `facts` into the folder, and sends `text` as its card (the record that
+    describes a unit to its peers), with the descriptors `files`, to the first peer that connects. Yields an event that
+    is set when the card has been sent.
     """
     sent = threading.Event()
     lines: list[socket.socket] = []
@@ -124,8 +125,8 @@ def changes_of(told: dict[str, Any], name: str) -> dict[str, object]:
 
 
 def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
-    """Starts an engine, and an impostor that sends it the invalid card `name`. Returns the engine when it has received
-    the card."""
+    """Starts an engine and an impostor that sends it the invalid card `name`. Waits until the engine has received the
+    card, and returns the engine."""
     engine = make_engine(**settings_of(folder))
     share = share_of(engine)
     (_, facts), *_ = read_cards(folder)
@@ -235,7 +236,8 @@ def test_a_unit_without_descriptors_does_not_spin(make_engine: Make, tmp_path: P
     ("slots_offset", "stride"), [(0, 1 << 62), (4096, 4096), (0, 8192), (0, (1 << 62) + 4096)]
 )
 def test_a_pool_without_room_for_its_boards_slots_is_refused(slots_offset: int, stride: int) -> None:
-    """One case has a stride so large that the address of the last slot overflows to one inside the pool."""
+    """An engine refuses a peer whose pool is too small for the slots of its board. In one case the stride is so large
+    that the address of the last slot overflows to an address inside the pool."""
     slots = 5
     board, pool = c_ext.SlotBoard(slots), os.memfd_create("pool", os.MFD_ALLOW_SEALING)
     try:

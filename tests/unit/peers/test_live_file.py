@@ -45,7 +45,11 @@ HEAD = LiveHead(CARD, "machine", "host", 2.0, PLACES)
 
 
 class Owner:
-    """A unit's board and the writer of its file. `now`: the generation of the page in each disk slot that has one."""
+    """A unit's board and the writer of the unit's file.
+
+    Attributes:
+        now: by disk slot, the generation of the page in it; only slots with a page are listed.
+    """
 
     def __init__(self, folder: Path, places: int = PLACES) -> None:
         self.path = folder / LIVE_NAME
@@ -79,7 +83,11 @@ def key_of(generation: int) -> Any:
 
 
 class Follower:
-    """Reads the file. `now`: the generation of the page in each disk slot that has one, according to the file."""
+    """A reader of the file.
+
+    Attributes:
+        now: by disk slot, the generation of the page in it, according to the file; only slots with a page are listed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.reader = LiveReader(path)
@@ -87,7 +95,7 @@ class Follower:
         self.fault = ""
 
     def look(self) -> bool:
-        """Reads what is new in the file. Returns whether there was a new heartbeat."""
+        """Reads the frames that were added to the file. Returns whether there was a new heartbeat."""
         news = self.reader.look()
         if news.is_all:
             self.now = {}
@@ -169,7 +177,7 @@ def test_a_mirror_shows_what_the_file_says(owner: Owner) -> None:
             place = chance.randrange(PLACES)
             owner.put(place) if chance.random() < 0.7 else owner.drop(place)
         if step % 11 == 10:
-            owner.writer._most = 0  # the next heartbeat begins a new edition
+            owner.writer._most = 0  # makes the next heartbeat begin a new edition of the file
         if step % 17 == 16:
             reader.rewind()
         owner.beat()
@@ -219,7 +227,8 @@ def test_a_mirror_shows_pages_of_the_latest_epoch_alone() -> None:
 
 
 def history(owner: Owner) -> tuple[bytes, dict[int, dict[int, int]]]:
-    """Writes six heartbeats. Returns the file's bytes, and the owner's rows by the file's length after each of them."""
+    """Writes six heartbeats. Returns the file's bytes, and a dict from the file's length after each heartbeat to the
+    owner's rows at that time."""
     said = {}
     for step in range(6):
         owner.put(step, 10 + step)
@@ -252,8 +261,9 @@ def test_a_torn_file_says_what_its_whole_frames_say(owner: Owner) -> None:
 
 
 def damaged(owner: Owner) -> tuple[list[int], list[int]]:
-    """Flips a bit in each byte of the file, one at a time, and reads it. Returns the offsets whose damage gave the
-    reader rows that the owner never had, and those whose damage went unreported although the reader had all rows.
+    """Flips a bit in each byte of the file, one at a time, and reads the damaged file. Returns two lists of offsets.
+    Damage at the first ones gave the reader rows that the owner never had. Damage at the second ones went unreported,
+    although the reader had all rows.
     """
     whole, said = history(owner)
     wrong, silent = [], []
@@ -306,7 +316,8 @@ def test_a_flipped_bit_in_the_header_is_named(owner: Owner) -> None:
 
 
 def test_damage_is_passed_once_it_is_mended(owner: Owner) -> None:
-    """A network file server may show zeros at the end of a file that was just written."""
+    """A reader continues after a damaged frame as soon as the damage is gone. A network file server may show zeros at
+    the end of a file that was just written, and later the right bytes."""
     owner.put(1)
     owner.beat()
     there = Follower(owner.path)
@@ -396,7 +407,8 @@ def test_a_unit_does_not_remove_the_file_of_its_successor(owner: Owner, tmp_path
 
 
 def replaced_by_the_same_size(owner: Owner) -> bool:
-    """Replaces the file by another one of the same size. Returns whether the next heartbeat writes it completely."""
+    """Replaces the file by another one of the same size. Returns whether the next heartbeat writes the file completely.
+    """
     owner.put(1)
     owner.beat()
     other = owner.path.with_name("other")
@@ -437,7 +449,8 @@ def test_control_by_its_size_alone_a_replaced_file_stays(
 def session_behind_a_hung_write(
     owner: Owner, folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]
 ) -> bytes:
-    """Calls `end` and starts another session while the owner hangs in a write. Returns the file's final session."""
+    """While the owner hangs in a write, calls `end` and starts another session. Returns the session of the file at the
+    end."""
     write = write_all
 
     def hung(fd: int, content: bytes) -> None:
@@ -498,7 +511,8 @@ def test_a_writer_and_readers_at_full_speed_agree(owner: Owner, monkeypatch: pyt
 
 
 def test_a_look_reads_a_bounded_part_of_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here every row of a large board changes with each heartbeat. One look at the file must not read all rows."""
+    """One look at a file reads a limited number of rows, even if every row of a large board changes with each
+    heartbeat."""
     owner = Owner(tmp_path, 20_000)
     every = np.zeros(20_000, PLACED)
     every["place"], every["tokens"] = np.arange(20_000), 4

@@ -32,7 +32,7 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     one, other = pair
     assert one.run(make_request(PROMPT, "one")) == 0
     wait_for(lambda: knows(other, 5))
-    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number that was loaded
+    assert other.run(make_request(PROMPT, "two")) == 20  # `run` fails if a number that was loaded is wrong
     (row,) = share_of(other).peers()
     assert (row["copied"], row["host_pages"]) == (5, 5)
     assert hits(other, "peer-host") == 5
@@ -108,8 +108,8 @@ def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: 
 def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
     make_engine: Make, tmp_path: Path, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Polls teach the engine nothing here, so it can learn only at lookups. The control does not learn at lookups
-    either, and finds nothing."""
+    """A lookup learns only of the pages that it asks for. Polls teach the engine nothing in this test. In the control,
+    lookups do not either, and the engine finds nothing."""
     one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
     (tier,) = live_tiers(other)
     monkeypatch.setattr(tier, "take_all_news", lambda *_: None)
@@ -174,7 +174,8 @@ def test_a_poll_takes_over_so_many_pages_and_later_polls_the_others(
 def test_a_page_that_several_tiers_have_counts_once_when_it_is_forgotten(
     make_engine: Make, tmp_path: Path
 ) -> None:
-    """A peer has the page both in host memory and on disk. For the other engine these are two tiers."""
+    """A page that a peer has both in host memory and on disk counts as one page when it is forgotten. For the other
+    engine these are two tiers."""
     one, other = (
         make_engine(
             **settings_of(tmp_path / "run"),

@@ -34,7 +34,7 @@ HEAD = LiveHead(CARD, "near", "host", 2.0, PLACES)
 
 
 class Unit:
-    """The file and the board of a unit on another machine. Each disk slot has a page of the given generation."""
+    """The file and the board of a unit on another machine. Each of its disk slots has a page of the same generation."""
 
     def __init__(
         self, parent: Path, name: str, weights: str = "11", generation: int = 1, machine: str = "far"
@@ -56,7 +56,7 @@ class Unit:
 
 
 class Watch:
-    """A watch, and what it has reported.
+    """A watch, and the reports that it has made.
 
     Attributes:
         joined: for each file of a unit that the watch follows, the head of the file, and a local board with the unit's
@@ -87,8 +87,8 @@ class Watch:
             self.watch._look(path, unit)
 
     def promised(self) -> set[tuple[str, int]]:
-        """Returns the pages that the watch knows, each as the first two digits of its weights' name and its
-        generation."""
+        """Returns the pages that the watch knows. Each is a pair: the first two digits of the name of the page's
+        weights, and its generation."""
         found = set()
         for head, board in self.joined.values():
             _, rows = BoardRows(board, PLACES).everything()
@@ -102,7 +102,8 @@ def watch(tmp_path: Path) -> Watch:
 
 
 def follow(watch: Watch, unit: Unit) -> None:
-    """Looks at the unit's file, with heartbeats in between, until the watch knows the unit's pages."""
+    """Makes the watch look at the unit's file, with a heartbeat before each look, until the watch knows the unit's
+    pages."""
     for _ in range(2):
         watch.look()
         unit.writer.beat()
@@ -113,8 +114,8 @@ def follow(watch: Watch, unit: Unit) -> None:
 
 
 def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes read number `number` of a file fail. If the number is 4, the close after three reads fails instead. Returns
-    a function that returns the number of reads so far."""
+    """Makes read number `number` of a file fail. If `number` is 4, makes the close after three reads fail instead.
+    Returns a function that returns how many reads there were so far."""
     reads = 0
     read, ended = live_file.LiveFile.read, live_file.LiveFile.__exit__
 
@@ -138,13 +139,13 @@ def fail_at(number: int, patch: pytest.MonkeyPatch) -> Callable[[], int]:
 def restarted_while_a_read_fails(
     watch: Watch, parent: Path, monkeypatch: pytest.MonkeyPatch, number: int, between: Callable[[], None]
 ) -> set[tuple[str, int]]:
-    """Restarts a unit with other weights, and makes the first look at its new file fail. Calls `between` and looks
-    again. Returns the pages that the watch then knows."""
+    """Restarts a unit with other weights, and makes the watch's first look at the new file fail. Calls `between`, and
+    makes the watch look again. Returns the pages that the watch knows at the end."""
     follow(watch, Unit(parent, "a"))
     assert watch.promised() == {("11", 1)}
     again = Unit(parent, "a", weights="22", generation=2)
     with monkeypatch.context() as patch:
-        # No other file is read here, so that only reads of this file are counted.
+        # `_look` reads no other file, so `reads` counts only reads of this file.
         reads = fail_at(number, patch)
         watch.watch._look(again.path, watch.watch._units[again.path])
         assert reads() == min(number, 3)
@@ -176,8 +177,9 @@ def took_the_session(watch: Watch, path: Path) -> None:
 def test_control_a_session_that_is_taken_before_its_rows_are_read_shows_them_as_the_old_ones(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_compared: bool
 ) -> None:
-    """The watch compares the head that it has just read with that of the unit that it joined. In the control it does
-    not compare them, and takes the new rows for pages of the old weights."""
+    """If a watch has read a file's new session but none of its rows, it does not take the new rows for pages of the old
+    weights. It compares the head that it has just read with the head of the unit that it joined. The control does not
+    compare them, and takes the new rows for old ones."""
 
     def take() -> None:
         (path,) = (Path(path) for path in watch.joined)
@@ -210,8 +212,8 @@ def round_of(watch: Watch, clock: list[float], *units: Unit) -> None:
 
 
 def found_beside_crashed(watch: Watch, parent: Path, clock: list[float]) -> bool:
-    """Makes 4 units crash, so that their files use up the number of files that the watch may follow. Returns whether
-    the watch then still finds a unit that starts later."""
+    """Makes 4 units crash. Their files use up the number of files that the watch may follow. Returns whether the watch
+    then still finds a unit that starts later."""
     for number in range(4):
         Unit(parent, f"crashed {number}")
     for _ in range(machines.GONE_BEATS + 3):

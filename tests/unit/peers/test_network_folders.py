@@ -32,12 +32,12 @@ PAGES = 5
 CLOSE_S = 15.0
 """Time limit for closing an engine, which waits for its readers, its disks and its threads, one after another."""
 OPTIONS = "dir_cache=no,attr_timeout=0.3,entry_timeout=0.3"
-"""Options with which sshfs caches nothing itself, and the kernel caches attributes for 0.3 s."""
+"""Options with which sshfs caches nothing, while the kernel caches attributes for 0.3 s."""
 BEAT_S = 0.2
-"""Seconds between heartbeats. Other units take a unit for gone one second after they saw its last heartbeat."""
+"""Seconds between heartbeats. Other units treat a unit as gone one second after they saw its last heartbeat."""
 CACHED, CACHED_BEAT_S = "dcache_timeout=1", 0.5
 """sshfs caches attributes for a second, and the kernel caches sshfs's answers for another second. Together this is less
-than the five heartbeats after which a unit is taken for gone."""
+than five heartbeats, after which a unit counts as gone."""
 
 Mounts = Callable[..., SftpMount]
 
@@ -130,8 +130,8 @@ def test_units_of_two_mounts_serve_each_other_what_they_have_and_what_comes(
 
 
 def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple[Machine, Machine]]) -> None:
-    """The folder has slots for only a few prompts. So the reader has read every slot before it is overwritten, and its
-    mount may still cache the old page. The reader must read the new page that the row describes.
+    """A reader gets the new page of a slot that was overwritten, even if its mount cached the old page. The folder has
+    slots for only a few prompts, so the reader has read every slot before it is overwritten.
     """
     one, other = machines(**{"disk.bytes_per_folder": 128 << 10})
     for number in range(6):
@@ -142,7 +142,7 @@ def test_places_that_get_other_pages_are_read_anew(machines: Callable[..., tuple
 
 
 def holds(engine: MiniEngine, tokens: list[int]) -> bool:
-    """Whether the engine knows, for every page of the prompt, a folder of another machine that has it."""
+    """Whether the engine knows, for every page of the prompt, another machine's folder that has the page."""
     directory = share_of(engine).disk
     assert directory is not None
     peers, *_ = directory.find(0, engine.keys_of(make_request(tokens)))
@@ -206,8 +206,8 @@ def test_a_server_that_is_killed_costs_misses(machines: Callable[..., tuple[Mach
 
 
 def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
-    """Stops the mount's client for a second, and runs `call`, which waits for it. Returns the longest time, in seconds,
-    for which no other thread of this interpreter could run during the call.
+    """Stops the mount's client for a second, and calls `call`, which waits for the client. Returns the longest time, in
+    seconds, for which no other thread of this interpreter could run during `call`.
     """
     ticks = [time.monotonic()]
     done = threading.Event()
@@ -217,8 +217,8 @@ def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:
             ticks.append(time.monotonic())
             time.sleep(0.001)
 
-    # This process must be started before the client stops: a new process closes its copies of all descriptors, and
-    # would wait for the client.
+    # This process must be started before the client stops. A new process closes its copies of all descriptors, and for
+    # a file on the mount this would wait for the client.
     wake = subprocess.Popen(
         ["sh", "-c", f"read _; sleep 1; kill -CONT {mounted.client}"], stdin=subprocess.PIPE
     )

@@ -1,7 +1,7 @@
 """flexkv neither maps nor reads another user's files, and sends nothing to another user's unit, even if a folder's mode
 would allow it.
 
-As a control, each test first shows that the same works with the user's own files.
+As a control, each test first shows that the same action succeeds with the user's own files.
 """
 
 from __future__ import annotations

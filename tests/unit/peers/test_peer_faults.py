@@ -31,7 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def with_a_prompt(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """Starts an engine that computes PROMPT, and one that learns of the first one's pages. Returns both."""
+    """Starts an engine that computes PROMPT, and another engine, and waits until the other one has learned of these
+    pages. Returns the two engines."""
     one, other = make_engine(**settings_of(folder) | more), make_engine(**settings_of(folder) | more)
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, 5))
@@ -55,8 +56,8 @@ HANGS_S = 4.0
 def test_a_reset_waits_for_no_thread_of_sharing(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
-    """The thread that follows peers takes long to end, and a reset must not wait for it. In the control the reset waits
-    until the thread has ended."""
+    """A reset does not wait for the thread that follows peers, even if that thread takes long to end. In the control
+    the reset waits until the thread has ended."""
     one, other = with_a_prompt(make_engine, folder)
     manager, go_on, close = one.unit.manager, threading.Event(), watch_module.PeerWatch.close
 
@@ -88,7 +89,7 @@ def test_pages_evicted_after_the_lookup_are_computed(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = with_a_prompt(make_engine, folder)
-    monkeypatch.setattr(other.unit.manager, "_followers", [])  # `other` does not learn of the eviction
+    monkeypatch.setattr(other.unit.manager, "_followers", [])  # with this patch, `other` does not learn of the eviction
     one.unit.manager.hub.evict(0, 3)
     request = make_request(PROMPT, "two")
     other.add(request)
@@ -134,7 +135,7 @@ def test_pages_on_disk_stay_known_after_their_engines_end(make_engine: Make, tmp
     wait_for(lambda: share_of(other).joined == 0)
     assert knows(other, 5)
     assert other.run(make_request(PROMPT, "two")) == 20
-    again = start("a")  # a new unit, which finds the same pages in its folder
+    again = start("a")  # starts a new unit, which finds the same pages in its folder
     wait_for(lambda: share_of(other).joined == 1 and knows(other, 5))
     assert again.run(make_request(PROMPT, "three")) == 20
 
@@ -151,8 +152,8 @@ def test_the_host_memory_of_a_peer_that_ended_is_forgotten(make_engine: Make, fo
 def test_a_stopped_unit_keeps_nobody_waiting(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The socket of a stopped process still accepts connections, but no answer comes. Other units must not wait for
-    it."""
+    """A stopped unit makes no other unit wait. The socket of a stopped process still accepts connections, but no answer
+    comes."""
     monkeypatch.setattr(watch_module, "ANSWER_S", 0.2)
     one = make_engine(**settings_of(folder))
     (_, facts), *_ = read_cards(folder)
@@ -265,7 +266,8 @@ def watch_of(share: PeerShare) -> watch_module.PeerWatch:
 
 
 def test_an_upgraded_peer_is_refused_and_its_pages_are_forgotten(make_engine: Make, folder: Path) -> None:
-    """A peer of a running unit ends, and restarts with the next version of the peers' protocol."""
+    """A unit refuses a peer that restarts with the next version of the peers' protocol, and forgets the pages that it
+    knew of this peer."""
     one, other = make_engine(**settings_of(folder)), make_engine(**settings_of(folder))
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, 5))
@@ -346,7 +348,8 @@ def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
 
 
 def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:
-    """The peer sends the descriptor of an ordinary file instead of that of its board."""
+    """A unit still serves if a peer sends an unusable descriptor: that of an ordinary file instead of that of its
+    board."""
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)
     with open("/dev/null") as nothing, pytest.raises(Exception, match="expected a sealed memfd"):

@@ -1,4 +1,4 @@
-"""`flexkv peers` shows which units share pages with each other, and which units do not answer."""
+"""`flexkv peers` shows which units share pages with each other, and which units do not respond."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ def folder(tmp_path: Path) -> Path:
 def test_eight_units_with_one_prompt_keep_its_bytes_once(
     make_engine: Make, tmp_path: Path, store: str, copies: int, with_disks: bool
 ) -> None:
-    """Some units load the prompt and the others compute it. With `own`, the control, each unit keeps a copy."""
+    """Eight units that share a prompt together keep one copy of its pages, although some units load the prompt and
+    others compute it. With `own`, the control, each unit keeps a copy."""
 
     def start(name: str) -> MiniEngine:
         more: dict[str, object] = {"peers.store": store}
@@ -105,7 +106,8 @@ def disks(engine: MiniEngine) -> list[Any]:
 
 
 def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """Starts a unit that keeps the prompt's pages, and one that knows of them. Returns both."""
+    """Starts a unit that keeps the prompt's pages, and another unit that knows of these pages. Returns the two units.
+    """
     one, other = make_engine(**once(folder, **more)), make_engine(**once(folder, **more))
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, PAGES))
@@ -113,7 +115,7 @@ def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, M
 
 
 def deafen(patch: pytest.MonkeyPatch, tier: LivePeerTier) -> None:
-    """From now on, the tier learns nothing about its peers' pages."""
+    """From this call on, the tier learns nothing about its peers' pages."""
     patch.setattr(tier, "take_news", lambda *_: None)
     patch.setattr(tier, "take_all_news", lambda *_: None)
 
@@ -219,7 +221,8 @@ def test_pages_of_a_unit_that_ended_are_promoted_once(
     wait_for(lambda: knows(third, PAGES) and share_of(other).joined == 2)
     for unit in (other, third):
         assert unit.run(make_request(PROMPT, "two")) == 20
-    monkeypatch.setattr(keeper_module, "TURN_S", DEADLINE_S)  # else a slow machine might copy a page twice
+    # with a shorter turn, a slow machine might copy a page twice
+    monkeypatch.setattr(keeper_module, "TURN_S", DEADLINE_S)
     one.close()
     wait_for(lambda: share_of(other).joined == share_of(third).joined == 1)
 
@@ -257,7 +260,7 @@ def test_control_pages_of_a_unit_whose_memory_is_dropped_at_once_are_lost(
 def test_a_unit_that_closes_takes_nothing_over(
     make_engine: Make, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_over: bool
 ) -> None:
-    """A unit that closes must not take over pages of its peers. In the control it does, and writes them to its disk."""
+    """A unit that closes does not take over pages of its peers. In the control it does, and writes them to its disk."""
 
     def start(name: str) -> MiniEngine:
         disk = {"disk.folders": str(tmp_path / name), "disk.bytes_per_folder": 4 << 20}
@@ -437,7 +440,8 @@ def test_a_page_that_expires_at_its_keeper_is_stored_without_that(make_engine: M
 def test_a_page_that_expires_at_its_last_keeper_is_stored_without_that(
     make_engine: Make, folder: Path
 ) -> None:
-    """Another keeper had the pages without a time limit, but has evicted them, so the unit must store them itself."""
+    """If the only remaining copy of a page expires, and the request sets no time limit, the unit stores the page
+    itself. Another keeper had the pages without a time limit, but has evicted them."""
     one, other = pair(make_engine, folder)
     second = make_engine(**settings_of(folder))
     wait_for(lambda: knows(second, PAGES))
@@ -539,7 +543,7 @@ def test_part_of_a_part_of_an_offer_names_positions_of_the_whole() -> None:
 
 
 def test_pages_left_out_count_as_known(make_engine: Make, folder: Path) -> None:
-    """Pages that a peer keeps count as known, so that a lazy store does not offer them again and again."""
+    """Pages that a peer keeps count as known, so a lazy store does not offer them again and again."""
     _, other = pair(make_engine, folder)
     assert other.unit.manager.known(0, other.keys_of(make_request(PROMPT))).all()
 

@@ -11,7 +11,7 @@ from tests.unit.storage.disk_world import DiskWorld
 
 @pytest.fixture
 def make_disks(tmp_path: Path) -> Iterator[Callable[..., DiskWorld]]:
-    """Returns a function that makes a world on `disks` folders of this test. Each call opens the same folders."""
+    """Returns a function that makes a `DiskWorld` on `disks` folders of this test. Each call opens the same folders."""
     worlds: list[DiskWorld] = []
 
     def make(disks: int = 1, **kwargs: object) -> DiskWorld:

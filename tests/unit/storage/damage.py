@@ -1,4 +1,4 @@
-"""Files of a closed disk tier, and bit flips in them."""
+"""Helpers that fill a disk tier, close it, and flip bits in its files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def flip(path: Path, offset: int) -> None:
 
 
 def filled(make_disks: MakeDisks, count: int = 6, **kwargs: object) -> tuple[Path, np.ndarray]:
-    """Makes a unit with blocks 0..count-1 at places 0..count-1, and closes it. Returns the path of its slab, and the
-    blocks' generations."""
+    """Makes a unit with blocks 0 to `count` - 1, block n in disk slot n, and closes it. Returns the path of its slab,
+    and the blocks' generations."""
     world = make_disks(**kwargs)
     _, generations = world.write(range(count), range(count))
     world.wait_durable(range(count), generations)

@@ -45,8 +45,8 @@ BLOCK_TOKENS = 16
 def make_group(
     layers: int = 4, run_bytes: int = 4096, kv: int = 2, ranks: int = 1, host_digests: bool = False
 ) -> DiskGroup:
-    """A KV group of `layers` layers with `kv` runs each. Runs are in the order of the layers, and every rank has the
-    same ones.
+    """A KV group of `layers` layers with `kv` runs each. The runs are in the order of the layers, and every rank has
+    the same runs.
     """
     count = layers * kv
     runs = np.array([(i * run_bytes, run_bytes, i // kv) for i in range(count)], np.int64)
@@ -56,8 +56,8 @@ def make_group(
 
 
 def sharing_groups() -> list[DiskGroup]:
-    """A full group, and two groups that share its slabs: a window group with slot images of the same size, and a state
-    group with smaller ones.
+    """Returns a full group, and two groups that share its slabs: a window group with slot images of the same size, and
+    a state group with smaller slot images.
     """
     full = make_group(layers=3, run_bytes=4608, kv=1)
     state = make_group(layers=2, run_bytes=2560, kv=2)
@@ -81,7 +81,7 @@ def keys_of(numbers: Sequence[int]) -> NDArray[np.uint8]:
 
 
 def holes(slab: Path) -> int:
-    """Number of bytes of the slab that were never written."""
+    """Returns the number of bytes of the slab for which the file system has allocated no space."""
     fd = os.open(slab, os.O_RDONLY)
     try:
         size, at, found = os.fstat(fd).st_size, 0, 0
@@ -107,7 +107,7 @@ def run_op(engine: TransferEngine, op: TransferOp) -> OpResult:
 class DiskWorld:
     """A disk tier whose blocks are identified by numbers: block n has key n, and bytes derived from n and its group.
 
-    The argument `of` of a method is the number of a KV group; the default, 0, is the first group.
+    In all methods, the argument `of` is the number of a KV group; the default, 0, is the first group.
 
     Args:
         more: KV groups besides the first.

@@ -24,14 +24,15 @@ GROUP = make_group(layers=1, run_bytes=RUN_BYTES, kv=1)
 IMAGE_BYTES = codec_of(GROUP).image_bytes
 SLOTS = 200
 PAGES = 90
-"""Number of pages in the folder. Their rows in the index fill one chunk and begin a second one."""
+"""Number of pages in the folder. The index keeps its rows in chunks: these pages fill one chunk and begin a second one.
+"""
 EVICTED = (7, 85)
 """Blocks that were evicted. Their pages may come back if flexkv rebuilds a damaged index."""
 KEPT = set(range(PAGES)) - set(EVICTED)
 
 
 def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
-    """Returns an open tier on `root`. Several commits have published its pages, block n at place n, and the blocks
+    """Returns an open tier on `root`. Its pages were published in several commits, block n in disk slot n. The blocks
     EVICTED have been evicted."""
     world = DiskWorld([root], GROUP, SLOTS, host_slots=2 * PAGES, preallocate=False)
     if epoch:
@@ -42,13 +43,13 @@ def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
         world.wait_durable(numbers, generations)
         gone = [number for number in EVICTED if number in numbers]
         world.unit.record_evict(0, np.array(gone, np.int32), generations[np.array(gone, np.int64) - first])
-    world.write([0], [0], generations=world.unit.next_generations(1))  # a commit after the last eviction
+    world.write([0], [0], generations=world.unit.next_generations(1))  # makes a commit after the last eviction
     world.until(lambda: not world.unit.stats().journal_lag_s, "the last page did not become durable")
     return world
 
 
 class Copies:
-    """Makes copies of a folder, one at a time, each damaged in a different way.
+    """Makes copies of a disk tier's folder, one at a time. A test damages each copy in a different way.
 
     Args:
         original: a root that `make_folder` has filled.
@@ -68,8 +69,8 @@ class Copies:
         return unit_folder(self._work, IDENTITY, [GROUP])
 
     def fresh(self, slab: bool = False) -> Path:
-        """Restores the unit's folder in the copy, and returns its path. An existing slab, which is large, is restored
-        only if `slab` is True."""
+        """Restores the unit's folder in the copy, and returns its path. Restores the slab only if it is missing or if
+        `slab` is True, because the slab is large."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in folder.iterdir()}
@@ -82,8 +83,8 @@ class Copies:
         return folder
 
     def served(self) -> set[int]:
-        """Opens the copy as a unit does, and returns the blocks whose pages the unit would serve. Before that, it
-        publishes block 0 again if the block is there, and closes the unit, which makes the record durable.
+        """Opens the copy as a unit does, and returns the blocks whose pages the unit would serve. If the unit has block
+        0, publishes it again. Closing the unit makes this record durable.
 
         Raises:
             AssertionError: a page does not have its block's bytes, a generation was given twice, or the disk was taken

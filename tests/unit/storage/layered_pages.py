@@ -1,4 +1,4 @@
-"""Pages of many layers on disk, read layer by layer."""
+"""Helpers that read pages of many layers from disk, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, Transfe
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, ids, keys_of
 
 LAYERS = 32
-"""Number of layers of a page. A layerwise read reads them in the ranges 0 to 1, 2 to 5, 6 to 13 and 14 to 31."""
+"""Number of layers of a page. A layerwise read reads them in four ranges: layers 0 to 1, 2 to 5, 6 to 13 and 14 to 31.
+"""
 PAGES = 4
 READ = OpId(900)
 

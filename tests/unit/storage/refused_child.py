@@ -1,8 +1,5 @@
 """Runs a disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
-
-Arguments: the folder; the tier's setting `io`; the number of the system call; the errno that the call returns; and the
-second argument of the calls to refuse, or -1 to refuse all. Prints, as JSON, the disk's state and the log, or the error
-with which the tier failed.
+ Program arguments: the folder; the tier's setting `io`; the number of the system call; the errno that the call returns; and the second argument of the calls to refuse, or -1 to refuse all calls. Prints, as JSON, the disk's state and the log, or the error with which the tier failed.
 """
 
 from __future__ import annotations
@@ -26,7 +23,8 @@ NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, SECOND_ARGUMENT = 0, 24
-"""Offsets of the system call's number and of its second argument in the data that the kernel passes to a filter."""
+"""Offsets of the system call's number and of its second argument in the data that the kernel passes to a seccomp
+filter."""
 PLACE = re.compile(r"^\s*\d+: 0x[0-9a-f]+/\d+", re.MULTILINE)
 
 

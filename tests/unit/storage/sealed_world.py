@@ -1,4 +1,5 @@
-"""A disk tier whose pages bypass host memory: the rank writes its stripe, then the manager's lane the trailer."""
+"""Helper for pages that bypass host memory: the rank writes its stripe to the disk, and then the manager's lane writes
+the trailer."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class SealedWorld(DiskWorld):
         self.blocks = [self._attach(number) for number in range(len(self.groups))]
 
     def _attach(self, number: int) -> NDArray[np.uint8]:
-        """Attaches memory for the group's blocks to the rank, and returns it: uint8 [blocks, stripe bytes]."""
+        """Attaches memory for the group's blocks to the rank. Returns this memory as uint8 [blocks, stripe bytes]."""
         (stripe,), (runs,) = self.groups[number].stripe_bytes, self.groups[number].runs
         blocks = self.pool.slots
         raw = np.zeros(blocks * stripe + 4096, np.uint8)

@@ -1,4 +1,5 @@
-"""The tier works, and reports the reason, if the kernel refuses io_uring or the registration of buffers with it."""
+"""If the kernel refuses io_uring, or refuses to register buffers with it, the disk tier still works and reports the
+reason."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ with_uring = pytest.mark.skipif(bool(REFUSAL), reason=f"io_uring is refused here
 
 
 def used(folder: Path, io: str, call: int = 0, error: int = 0, second: int = -1) -> Any:
-    """Runs a child that uses a tier with registered buffers while the kernel refuses system call `call`. Returns the
-    child's output."""
+    """Runs a child that uses a disk tier with registered buffers while the kernel refuses system call `call`. Returns
+    the child's output."""
     command = [sys.executable, "-m", "tests.unit.storage.refused_child", str(folder), io]
     command += map(str, (call, error, second))
     done = subprocess.run(command, cwd=OWN_TREE, capture_output=True, text=True, timeout=CHILD_S)
@@ -70,12 +71,12 @@ def test_host_memory_stays_registered(tmp_path: Path, io: str) -> None:
 @pytest.mark.parametrize(
     ("second", "error", "text"),
     [
-        (-1, errno.EINVAL, "a table of registered buffers: Invalid argument"),  # kernels before 5.19
+        (-1, errno.EINVAL, "a table of registered buffers: Invalid argument"),  # as in kernels before 5.19
         (
             REGISTER_BUFFERS_UPDATE,
             errno.ENOMEM,
             "registering a buffer: Cannot allocate memory",
-        ),  # low memlock limit
+        ),  # as with a low memlock limit
     ],
 )
 def test_what_cannot_be_registered_goes_without(tmp_path: Path, second: int, error: int, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A wrong or changing system clock costs no page and no disk."""
+"""If the system clock is wrong or jumps, no page is lost and no disk is taken out of service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.storage.disk_world import MakeDisks, ids
 
 TIMES = [-1.0, -(2.0**63), 0.0, 2.0**31, 2.0**32, 2.0**53, 2.0**63, 2.0**64]
 NO_TIMES = [1e300, float("inf"), float("nan")]
-"""Values of `time.time` that no real clock has. `logging` cannot format them."""
+"""Values of `time.time` that no real clock has. Python's `logging` cannot format them."""
 
 
 class SetClock:
@@ -47,8 +47,7 @@ def test_any_clock_is_a_time_that_pages_can_carry(clock: SetClock, now_s: float)
 def test_pages_are_durable_and_found_again_by_any_clock(
     make_disks: MakeDisks, clock: SetClock, now_s: float
 ) -> None:
-    """The slab is made, pages become durable, and the index is read and rebuilt, all while the clock shows this
-    time.
+    """Pages become durable, and a restarted unit finds them again, even if the system clock always shows a wrong time.
     """
     clock.now_s = now_s
     world = make_disks()

@@ -1,4 +1,4 @@
-"""An index that is damaged, lost or locked costs no intact page."""
+"""If an index is damaged, lost or locked, no intact page is lost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_a_pipe_in_place_of_a_small_file_keeps_nobody_waiting(
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()
-    given = world.unit.next_generations(3)  # a power cut may lose all pages written with these generations
+    # the test acts as if a power cut had lost all pages written with these generations
+    given = world.unit.next_generations(3)
     assert world.close()
     (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
     assert make_disks().unit.next_generations(1)[0] > given.max()
@@ -83,7 +84,7 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     make_disks: MakeDisks, lost: str, repair: bool
 ) -> None:
     slab, _ = filled(make_disks)
-    for _ in range(3):  # openings that write no page
+    for _ in range(3):  # each opening writes no page
         world = make_disks()
         given = world.unit.next_generations(3)
         assert world.close()
@@ -101,14 +102,15 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     next_given = world.unit.next_generations(1)
     assert next_given[0] > given.max()
     assert len(world.unit.rows(0)) == 6
-    # The count of openings jumps only if the file `opens` is lost: the index contains a count too, but that one may be
-    # older.
+    # The count of openings jumps only if the file `opens` is lost or damaged. The index contains a count of openings,
+    # too, but that count may be older.
     jumped = opens_of(next_given) > opens_of(given) + 1
     assert jumped == (lost != "index")
 
 
 def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) -> None:
-    """Each jump uses up many numbers. If the count jumped whenever an index is lost, a folder would run out of them."""
+    """If only the index is lost, the count of openings does not jump. Each jump uses up many numbers, so jumps after
+    every lost index would exhaust the count of a folder."""
     slab, _ = filled(make_disks)
     for _ in range(3):
         (slab.parent / "index.sqlite").unlink()
@@ -122,8 +124,8 @@ def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) ->
 def test_no_generation_is_given_twice_where_a_crash_has_lost_the_log(
     make_disks: MakeDisks, tmp_path: Path, opens: str, repair: bool
 ) -> None:
-    """The copied files look as they do after a crash that lost the database's log: the index contains an older count of
-    openings."""
+    """No generation is given twice even if a crash loses the database's log, so that the index contains an older count
+    of openings. The copied files are those that such a crash leaves."""
     filled(make_disks)
     world = make_disks()
     _, written = world.write(range(6, 12), range(6, 12))
@@ -292,8 +294,8 @@ def test_an_index_without_a_version_is_a_damaged_one(make_disks: MakeDisks) -> N
 def test_what_the_file_system_refuses_is_no_damage(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """SQLite reports a flipped bit and a read-only file system with the same message, so flexkv must find out which of
-    the two is the cause before it discards the index."""
+    """If the file system is read-only, flexkv keeps the index. SQLite reports a flipped bit and a read-only file system
+    with the same message, so flexkv must find out which one it is before it discards the index."""
     slab, _ = filled(make_disks)
     flip(slab.parent / "index.sqlite", 47)
     allocate = os.posix_fallocate

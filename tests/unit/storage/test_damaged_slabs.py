@@ -1,4 +1,5 @@
-"""Any fault in a slab's bytes makes the affected pages a miss, never wrong bytes or a crash."""
+"""If a slab's bytes are damaged in any way, the affected pages are misses. flexkv never returns wrong bytes, and never
+crashes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ TRAILER_FIELDS = {
 
 @pytest.fixture
 def one_page(make_disks: MakeDisks) -> tuple[DiskWorld, bytearray, bytes]:
-    """Makes a world with a page in disk slot 0. Returns the world, the page's slot image, and its tag."""
+    """Returns a world of a disk tier, and, in memory, the sealed slot image of a page for disk slot 0 and the page's
+    tag."""
     world = make_disks()
     image = bytearray(world.codec.image_bytes)
     image[: world.codec.trailer_offset] = world.payload(1).tobytes()
@@ -125,7 +127,8 @@ def test_sixty_four_bytes_of_something_else_are_a_miss(make_disks: MakeDisks) ->
 
 
 def test_a_place_whose_write_failed_can_be_written_again(make_disks: MakeDisks) -> None:
-    """A failed write must leave no lock or count behind for its page, its disk slot or its host slot."""
+    """After a failed write, a page can be written to the same disk slot. The failed write leaves no lock or count
+    behind for its page, its disk slot or its host slot."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=0)])
     world = make_disks(faults=faults)
     result, _ = world.write([1], [0])

@@ -1,4 +1,5 @@
-"""After a reset no page of the previous weights is served, even if a disk or an index was missing during the reset."""
+"""After a reset, flexkv serves no page of the previous weights, even if a disk or an index was missing during the
+reset."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def test_a_disk_that_was_away_in_a_reset_comes_back_empty(two: TwoDisks) -> None
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -> None:
-    """When both disks are opened together, the epoch is written to the disk that missed the reset. The epoch is kept in
-    a separate file, so it is not lost with the index."""
+    """If both disks are opened together, the epoch is also written to the disk that missed the reset, so this disk
+    alone serves no old page later. The epoch has a file of its own, so losing the index does not lose it."""
     assert two.open().close()
     two.remove(0)
     if index == "lost":
@@ -83,8 +84,8 @@ def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -
 
 
 def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
-    """One disk missed the second reset, and the disk that recorded it is gone. The pages on the first disk are dropped
-    nevertheless: their epoch is odd, so only the process that wrote them knew their weights."""
+    """A disk that missed the last reset drops its pages, even if the disk that recorded this reset is gone. The pages'
+    epoch is odd, so only the process that wrote them knew their weights."""
     two = TwoDisks(tmp_path)
     world = two.open()
     world.unit.reset(1)
@@ -109,8 +110,8 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
 
 @pytest.fixture
 def beside_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Returns the folders of two disks: one with eight pages, and one whose very first opening crashed before it wrote
-    the epoch."""
+    """Returns the folders of two disks. The first has eight pages. The second is as a crash left it, which ended its
+    very first opening before the epoch was written."""
     folders = [tmp_path / "disk0", tmp_path / "disk1"]
     world = DiskWorld(folders[:1])
     _, generations = world.write(range(8), range(8))

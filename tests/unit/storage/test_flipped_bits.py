@@ -1,4 +1,5 @@
-"""One flipped bit in a file that the disk tier reads back makes no intact page and no folder unusable."""
+"""After one flipped bit in any file that the disk tier reads back, every intact page is still found and every folder
+can still be used."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LOG_STRIDE = 1 if SOAK else 1024
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Turns logging off: these tests open thousands of damaged folders."""
+    """Turns logging off, because these tests open thousands of damaged folders."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -46,7 +47,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def at_rest(memory: Path) -> Copies:
-    """Copies of a folder whose unit was closed, so that its index is a single file, without a log."""
+    """Copies of a folder whose unit was closed. Its index is a single file, without a log."""
     world = make_folder(memory / "original")
     assert world.close()
     return Copies(memory / "original", memory / "work", world)
@@ -54,7 +55,7 @@ def at_rest(memory: Path) -> Copies:
 
 @pytest.fixture
 def crashed(memory: Path) -> Copies:
-    """Copies of a folder as a crash leaves it: the last commits are only in the index's log."""
+    """Copies of a folder as a crash leaves it: only the index's log contains the last commits."""
     world = make_folder(memory / "open")
     shutil.copytree(memory / "open", memory / "original")
     assert world.close()
@@ -86,7 +87,8 @@ def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
 
 
 def test_a_schema_that_is_no_text_any_more_costs_no_page(at_rest: Copies) -> None:
-    """SQLite quotes the damaged schema in its error message, so the message may not be valid UTF-8 either."""
+    """A schema that is no valid text after a flipped bit costs no page. SQLite quotes the damaged schema in its error
+    message, so this message may not be valid UTF-8."""
     schema = (at_rest.fresh() / "index.sqlite").read_bytes().index(b"CREATE TABLE")
     for offset in range(schema, schema + 60):
         flip_bit(at_rest.fresh() / "index.sqlite", offset, 7)
@@ -103,7 +105,8 @@ def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
 def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
-    """The tier must not repeat a generation or serve pages of other weights either."""
+    """A flipped bit in a small file loses no page. The tier must not give a generation twice, and must not serve pages
+    of other weights."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -113,8 +116,9 @@ def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(crashed: Copies, name: str) -> None:
-    """A log that ends early looks like a log after a crash: the pages of its missing commits are not served. No served
-    page is wrong, and the tier can still be opened and written to.
+    """A log of the index that is cut short makes no folder unusable. Such a log looks like a log after a crash, so
+    pages of the missing commits are not served. No served page is wrong, and the tier can still be opened and written
+    to.
     """
     size = (crashed.fresh() / name).stat().st_size
     for length in range(0, size, 1000):
@@ -128,7 +132,7 @@ def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
 ) -> None:
     log = crashed.fresh() / "index.sqlite-wal"
     with open(log, "ab") as file:
-        file.write(bytes(range(256)) * 10)  # stray bytes behind the log, such as those of an earlier log
+        file.write(bytes(range(256)) * 10)  # stray bytes behind the log's end, such as those of an earlier log
     crashed.served()
     assert not (log.parent / "index.damaged").exists()
 
@@ -154,7 +158,7 @@ def lose_frame(log: Path, commit: int) -> None:
 
 
 def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies) -> None:
-    for commit, cut in ((-1, True), (-2, False)):  # only the last commit may be unsynced
+    for commit, cut in ((-1, True), (-2, False)):  # only the last commit of a log may be unsynced
         log = crashed.fresh() / "index.sqlite-wal"
         lose_frame(log, commit)
         assert log_damage(log).endswith("or a power cut ended its last commit") == cut
@@ -164,8 +168,8 @@ def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies)
 def test_a_log_that_is_read_up_to_the_lost_frame_loses_a_durable_page(
     crashed: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shows why a power cut counts as damage: it leaves the same log as a flipped bit in the last commit, which may
-    hold a durable page."""
+    """Shows why a lost frame in the last commit counts as damage. A power cut and a flipped bit leave the same log, and
+    the last commit may hold a durable page."""
     lose_frame(crashed.fresh() / "index.sqlite-wal", -1)
     monkeypatch.setattr("flexkv.storage.index.log_damage", lambda path: "")
     assert KEPT - crashed.served() == {0}, "the last commit's page"
@@ -181,7 +185,8 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
 def test_without_epoch_and_index_no_page_is_served(
     memory: Path, epoch: int, lose: Callable[[Path], object]
 ) -> None:
-    """If both the epoch and the index are lost, the tier cannot tell whether pages belong to the current weights."""
+    """If the file with the epoch and the index are lost, the tier serves no page, because it cannot tell whether pages
+    belong to the current weights."""
     world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -211,7 +216,8 @@ def test_fsck_names_a_damaged_index_and_repairs_it(at_rest: Copies, where: int |
 
 
 def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) -> None:
-    """The index has more chunks than SQLite caches, so that SQLite reads some of the damaged ones from the file."""
+    """An index that is damaged during its use is made anew. It has more chunks than SQLite caches, so SQLite reads some
+    damaged chunks from the file."""
     path, slots = memory / "index.sqlite", 80 * 1500
     index = SlotIndex(path, [slots])
     index.adopt([5])

@@ -1,4 +1,4 @@
-"""The share of a file system that a unit's folder may take."""
+"""How much of a file system a unit's folder may take."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.unit.storage.disk_world import IDENTITY, make_group
 
 @pytest.fixture(autouse=True)
 def _disk_of_a_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulates a file system of 1 GiB that only this test fills, because other programs change the machine's free
-    space during a test."""
+    """Simulates a file system of 1 GiB that only this test fills. The free space of a real one changes while the test
+    runs, because other programs use it."""
     monkeypatch.setattr(
         "shutil.disk_usage", lambda root: SimpleNamespace(free=(1 << 30) - held_bytes(tmp_path))
     )
@@ -72,8 +72,8 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
 def test_a_file_system_that_cannot_be_asked_costs_its_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stale network mount behaves like this: a folder on it can be made and checked, but its free space cannot be
-    read."""
+    """If the free space of a folder's file system cannot be read, only this folder is unusable. A stale network mount
+    behaves like this: making and checking a folder on it succeeds, but reading its free space fails."""
     good, stale = tmp_path / "good", tmp_path / "stale"
     usage, group = shutil.disk_usage, make_group()
 
@@ -227,8 +227,8 @@ def test_what_a_unit_holds_already_it_can_have_again(tmp_path: Path) -> None:
 def test_slabs_of_whole_slots_suffice_on_a_disk_that_others_have_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slabs have a whole number of slots, so they are up to one slot smaller than the configured size. The control:
-    slabs with one slot less are too small.
+    """On a full disk, existing slabs suffice although they are up to one slot smaller than the configured size, because
+    they have a whole number of slots. As a control, slabs with one slot less are too small.
     """
     group = make_group()
     slot = slot_bytes_of_all([group])
@@ -260,7 +260,7 @@ def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
     assert sizes[0] == min(share * disk, disk - room_beside(disk))
     assert all(sizes)
     assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
-    # Four configured units (the last argument) have equal shares, whichever starts first.
+    # Four units are configured (the last argument), so each gets the same share, whichever unit starts first.
     assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)
 
 

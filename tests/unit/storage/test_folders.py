@@ -1,4 +1,4 @@
-"""A unit's folder: only one unit uses it at a time, and it has as many slots as its configured size allows."""
+"""Only one unit at a time uses a unit's folder. The folder has as many slots as its configured size allows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
 def test_a_unit_starts_while_another_reads_its_index(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The units of one node start at the same time, and each of them briefly locks the other units' folders."""
+    """A unit waits for a folder that another unit briefly locks, and then starts. The units of one node start at the
+    same time, and each of them reads the indexes of the others."""
     world = make_disks()
     folder = world.folder
     assert world.close()
@@ -94,8 +95,9 @@ def deleted(folder: Path) -> None:
 
 
 def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_path: Path) -> None:
-    """While one process waits for the folder's lock, `flexkv disk drop` deletes the folder and a third process makes a
-    new one with the same name. The waiting process must not get the new folder."""
+    """A process that waited for a folder's lock gets the lock of the folder that has the name at last. While one
+    process waits for the folder's lock, `flexkv disk drop` deletes the folder and a third process makes a new one with
+    the same name. The waiting process must not get the new folder."""
     folder = tmp_path / "model" / "unit0"
     first = FolderLock(folder)
     won: list[FolderLock | DiskError] = []
@@ -158,7 +160,7 @@ def test_lock_is_closed_once_by_threads_that_release_it_together(
     def close_and_come_again(closing: int) -> None:
         closed.append(closing)
         if len(closed) == 1:
-            lock.release()  # as if another thread released the lock now
+            lock.release()  # simulates another thread that releases the lock at the same moment
         real(closing)
 
     monkeypatch.setattr(os, "close", close_and_come_again)

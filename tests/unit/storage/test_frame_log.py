@@ -1,5 +1,5 @@
-"""The file of frames beside an index: what a reader still gets from it after a crash, after damage, or when another
-writer or another identity wrote it.
+"""Reads of the file of frames beside an index: after a crash, after damage, and after writes by another writer or by a
+unit with another identity.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from tests.unit.storage.disk_world import DiskWorld, MakeDisks, make_group
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
-    """The evicted pages are still in their slots and intact, but the repair brings them back only if the index, which
-    recorded their eviction, is gone."""
+    """A repair does not bring back pages whose eviction the index recorded, although they are still intact in their
+    slots. It brings them back only if the index is gone."""
     world = make_disks()
     _, generations = world.write(range(6), range(6))
     world.wait_durable(range(6), generations)
@@ -137,7 +137,7 @@ def test_fsck_goes_on_past_a_slab_under_another_groups_name(make_disks: MakeDisk
 
 
 def small_unit(small_disk: Path, pages: int = 0) -> Path:
-    """Makes a unit of 8 slots on the small disk, stores this many pages, and closes it. Returns its folder."""
+    """Makes a unit of 8 slots on the small disk, stores `pages` pages, and closes it. Returns its folder."""
     world = DiskWorld([small_disk], slots=8)
     if pages:
         _, generations = world.write(range(pages), range(pages))
@@ -147,8 +147,8 @@ def small_unit(small_disk: Path, pages: int = 0) -> Path:
 
 
 def test_a_read_only_file_system_is_checked(small_disk: Path) -> None:
-    """After I/O errors the kernel may remount a file system read-only. An operator then needs to know which pages can
-    still be read.
+    """`fsck` also checks a folder on a read-only file system. The kernel may remount a file system read-only after I/O
+    errors, and an operator then needs to know which pages can still be read.
     """
     folder = small_unit(small_disk, pages=4)
     slab = folder / "group0.slab"
@@ -231,7 +231,7 @@ def test_a_slot_that_cannot_be_read_is_named_and_the_others_are_checked(
         report = check_folder(slab.parent)
         assert report.slabs[0].damaged == [(2, "cannot be read: Input/output error")]
         assert (report.slabs[0].good, report.slabs[0].missing) == (5, [2])
-    else:  # rebuilding an index fails on such a disk
+    else:  # A rebuild of the index fails on a disk with a page that cannot be read.
         reader = SlotReader(
             c_ext.SlabFile(str(slab), header.header_bytes, header.slot_bytes, 6, header.slab_id),
             header.slab_id,

@@ -90,7 +90,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
     assert "takes no new pages: No space left on device" in caplog.text
     for at in range(0, len(good), 8):
         assert world.read(good[at : at + 8], good[at : at + 8], generations[at : at + 8]).reason == ""
-    # A slot whose space is allocated accepts another page even if the disk is full.
+    # A slot whose space is allocated accepts another page even while the disk is full.
     result, _ = world.write([700], [good[0]], publish=False)
     assert result.status is OpStatus.OK
     world.poll()
@@ -132,8 +132,9 @@ def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) ->
 
 
 def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) -> None:
-    """A slot is as large as the largest slot image of the groups that share it. A small image allocates only the space
-    that it covers, so on a full disk the slot accepts another small image, but not a large one."""
+    """On a full disk, a slot accepts a small image if a small image was there before. A slot is as large as the largest
+    slot image of the groups that share it, but a small image allocates only the space that it covers. So a large image
+    is rejected."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=1, error=28, times=1)])
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more, faults=faults, preallocate=False)
@@ -151,8 +152,8 @@ def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) ->
 def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On copy-on-write file systems and thin volumes even an allocated slot can run out of space. A successful write to
-    any slot then shows that the disk has space again."""
+    """A disk counts as having space again after a successful write to any slot. On copy-on-write file systems and thin
+    volumes, even a write to an allocated slot can run out of space."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
     world = make_disks(faults=faults, preallocate=False)
     for place in range(4):
@@ -200,7 +201,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
             path.unlink()
         shutil.copytree(left, small_disk, dirs_exist_ok=True)
     fill_up(small_disk)
-    for _ in range(2):  # the first start leaves the space that a second one needs
+    for _ in range(2):  # the first start must leave the space that the second one needs
         world = DiskWorld([small_disk], slots=8)
         assert world.unit.alive == (True,)
         rows = world.unit.rows(0)
@@ -210,7 +211,8 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
 
 
 def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
-    """Shows why a folder reserves spare space for its index."""
+    """Without its spare space, a folder on a full disk cannot be opened. This shows why a folder reserves spare space
+    for its index."""
     world = DiskWorld([small_disk], slots=8)
     assert world.close()
     (world.folder / "spare").unlink()
@@ -220,8 +222,8 @@ def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
 
 
 def full_world(small_disk: Path, spare: bool = True, pages: int = 8) -> tuple[DiskWorld, Path]:
-    """Makes a unit with durable pages, then fills its disk. With `spare` False, the folder's spare space is filled
-    too."""
+    """Makes a unit with durable pages, then fills its disk. With `spare` False, even the spare space of the unit's
+    folder is filled."""
     world = DiskWorld([small_disk], slots=8)
     _, generations = world.write(range(pages), range(pages))
     world.wait_durable(range(pages), generations)
@@ -251,7 +253,7 @@ def test_a_reset_on_a_full_disk_keeps_the_disk(small_disk: Path, tmp_path: Path,
         shutil.rmtree(world.folder)
         shutil.copytree(tmp_path / "left", world.folder)
         fill_up(small_disk)
-    open_after_reset(small_disk)  # the disk is as full as before
+    open_after_reset(small_disk)  # the reset freed no space, so the disk is still full
 
 
 def test_a_reset_goes_before_a_commit_that_waits_for_space(
@@ -297,8 +299,8 @@ def test_a_reset_without_spare_room_waits_for_space(
 
 
 def test_a_reset_that_finds_no_space_by_its_deadline_takes_the_disk_out(small_disk: Path) -> None:
-    """The reset could not be recorded on this disk. If the disk stayed in use, the next process would serve pages of
-    the previous weights."""
+    """If a disk has no space to record a reset before the deadline, it is taken out of service. Otherwise the next
+    process would serve pages of the previous weights from it."""
     world, _ = full_world(small_disk, spare=False)
     world.unit.reset(2, 0.1)
     (lost,) = world.poll().lost
@@ -340,8 +342,8 @@ def test_a_full_disk_is_no_damage_of_its_index(small_disk: Path) -> None:
 
 
 def test_a_folder_on_a_full_disk_can_be_locked(small_disk: Path) -> None:
-    """The lock is needed even to read the folder's pages. The process id, for which the lock file may have no space,
-    only informs the operator.
+    """A folder on a full disk can be locked, because even reading its pages needs the lock. The lock file may have no
+    space for the process id, but that only informs the operator.
     """
     from flexkv.storage.folder import FolderLock
 

@@ -1,4 +1,4 @@
-"""No generation of a write is given twice, neither within one opening of a folder nor across several."""
+"""Each write gets a generation that no other write has, neither in the same opening of a folder nor in another one."""
 
 from __future__ import annotations
 

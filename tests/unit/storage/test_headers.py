@@ -1,5 +1,5 @@
-"""A slab's header identifies the model and the format of its pages. If the header is damaged, its slab is made anew; a
-slab of another model is left alone.
+"""A slab's header identifies the model and the format of its pages. flexkv makes a slab with a damaged header anew, and
+leaves a slab of another model alone.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def test_a_slab_without_a_copy_of_its_header_gets_one(make_disks: MakeDisks) -> 
 
 
 def test_the_copy_of_another_slabs_header_gives_no_page_away(make_disks: MakeDisks) -> None:
-    """A slab with the copy of another model's header is left alone. With the header of another slab of the same model,
-    no trailer matches, so no page is served.
+    """The file beside a slab that copies its header may belong to another slab. If that slab has another model, flexkv
+    leaves the slab alone. If it has the same model, no trailer matches, so no page is served.
     """
     slab, _ = filled(make_disks)
     other, _ = filled(make_disks, identity=replace(IDENTITY, fingerprint=bytes(32)))
@@ -174,7 +174,8 @@ def header_of(*groups: DiskGroup, slab: int = 0) -> bytes:
 
 
 def test_what_one_full_group_leaves_on_disk_is_byte_for_byte_that_of_version_1() -> None:
-    """The expected digests are those of files in format version 1, in which a slab has only one KV group."""
+    """The files of a unit with one full group have the bytes of format version 1, in which a slab has only one KV
+    group. The expected digests are those of files of version 1."""
     group = replace(make_group(layers=3, run_bytes=2304, ranks=2), format_id="a format")
     raw = header_of(group)
     assert len(raw) == 4096
@@ -270,7 +271,8 @@ RECORD_AT = FIXED.size
     ],
 )
 def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, at: int, value: int) -> None:
-    """The header's digest matches, so the header is not damaged by the disk, and its pages must not be dropped."""
+    """flexkv leaves a slab alone if its header has impossible values but a matching digest. So the disk did not damage
+    the header, and the pages must not be dropped."""
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more)
     slab = world.folder / "group0.slab"
@@ -292,8 +294,8 @@ def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, 
 def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Covers a new folder of several groups beside one of a single group, the reverse, and a folder of a version that
-    does not exist yet."""
+    """If the configuration needs a new folder, the existing folder stays, and the log names it. The cases: several
+    groups after a single group, the reverse, and a folder of a version that does not exist yet."""
     caplog.set_level(logging.INFO, "flexkv.storage")
     first, *more = sharing_groups()
     plain, _ = filled(make_disks)
@@ -314,7 +316,7 @@ def test_a_folder_of_other_groups_stays_beside_a_new_one_and_the_log_names_it(
 
 
 def test_models_lie_side_by_side(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """Even two models with the same name have separate folders if their fingerprints differ."""
+    """Two models have separate folders if their fingerprints differ, even if their names are the same."""
     other = replace(IDENTITY, model="a model", fingerprint=bytes(32))
     slab, _ = filled(make_disks)
     other_slab, _ = filled(make_disks, identity=other)

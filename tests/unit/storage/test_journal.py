@@ -1,5 +1,5 @@
-"""The time at which a journal begins a group commit, and the rows that wait for the commit. The tests replace the clock
-or the journal's writes.
+"""When a journal begins a group commit, and which rows wait for it. The tests replace the clock or the journal's
+writes.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are striped over two disks, so each disk's journal gets half of the 40 rows of uses. These 20 rows fill
-    half of the journal's space for 40."""
+    """Rows that record the use of pages take at most half of a journal's space, so that publishes find space. Slots are
+    striped over two disks, so each disk's journal gets half of the 40 rows of uses. These 20 rows fill half of the
+    journal's space for 40."""
     go_on, write = threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:
@@ -163,7 +164,8 @@ class Watched(threading.Condition):
 def test_there_is_a_lag_from_a_publish_until_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lag must not be 0 even at the moment when the batch has left the queue and its commit has not begun."""
+    """The reported lag is above 0 from a publish until it is durable, even at the moment when the batch has left the
+    queue and its commit has not begun."""
     condition = Watched()
     monkeypatch.setattr(
         "flexkv.storage.journal.threading",
@@ -178,7 +180,7 @@ def test_there_is_a_lag_from_a_publish_until_it_is_durable(
 
     try:
         condition.ask = ask
-        with condition:  # the journal cannot take rows from the queue inside this block
+        with condition:  # while the test holds `condition`, the journal cannot take rows from the queue
             publish_some(unit, 4)
             published = True
         deadline_s = time.monotonic() + GENEROUS_S
@@ -213,8 +215,8 @@ def test_a_journal_that_has_failed_lags_behind_nothing(
 def test_what_was_overwritten_before_its_commit_is_not_called_durable(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The publish of the first page, its eviction and the publish of the second page are in one commit. Only the second
-    page may be reported durable."""
+    """If a page is overwritten before its commit, only the second page may be reported durable. The publish of the
+    first page, its eviction and the publish of the second page are in one commit."""
     began, go_on, write = threading.Event(), threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:

@@ -1,4 +1,4 @@
-"""In a layerwise read, ranges of layers arrive one after another, and flexkv verifies each range separately."""
+"""A layerwise read delivers ranges of layers one after another, and flexkv verifies each range separately."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.unit.storage.layered_pages import LAYERS, PAGES, begin_read
 
 
 def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
-    """Returns the bytes of K and V of layer `number` in host slot `slot`."""
+    """The bytes of K and V of layer `number` in host slot `slot`."""
     run = int(world.group.runs[0][0][1])
     return world.pool.slot(slot)[number * 2 * run : (number + 1) * 2 * run]
 
 
 @pytest.mark.parametrize("run_bytes", [4096, 2304])
 def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_bytes: int) -> None:
-    """Even while the read of a later range of one page hangs, the layers before that range are reported."""
+    """`wait_layer` reports a layer as soon as it is in place, even while the read of a later range of layers hangs."""
     group = make_group(layers=LAYERS, run_bytes=run_bytes)
     faults = testing_ext.IoFaults([])
     world = make_disks(group=group, faults=faults)

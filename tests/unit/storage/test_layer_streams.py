@@ -33,7 +33,7 @@ SLOTS = range(40, 40 + PAGES)
 
 
 class Streaming:
-    """A disk tier with PAGES pages, and an engine's pool into which a load copies them."""
+    """A disk tier with PAGES pages, and an inference engine's pool into which a load copies them."""
 
     def __init__(self, make_disks: MakeDisks, run_bytes: int = 4096) -> None:
         self.faults = testing_ext.IoFaults([])
@@ -62,7 +62,7 @@ class Streaming:
         return begin_read(self.world, SLOTS, self.generations, layerwise)
 
     def load(self, waits: bool = True) -> Ticket:
-        """Submits a layerwise load of all pages. With `waits`, each page waits for op READ."""
+        """Submits a layerwise load of all pages. With `waits`, each page of the load waits for op READ."""
         op = TransferOp(LOAD, OpKind.H2D, 0, Priority.LOAD, ids(range(PAGES)), ids(SLOTS), layerwise=True)
         op = replace(op, reads=np.full(PAGES, READ, np.int64) if waits else NO_READS)
         ticket = self.engine.submit(TransferGraph((op,)))
@@ -118,8 +118,8 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
 
 
 def test_a_read_by_pages_holds_every_layer_back(make_streaming: Callable[..., Streaming]) -> None:
-    """Shows the benefit of a layerwise read: if pages are read as a whole, the same load gets no layer of a page until
-    the page is complete."""
+    """If pages are read as a whole, a load gets no layer of a page until the page is complete. This shows the benefit
+    of a layerwise read."""
     s = make_streaming()
     s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()

@@ -37,8 +37,8 @@ BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
 
 
 def lost_of(world: DiskWorld, count: int = 0) -> list[LostDisk]:
-    """Polls until at least `count` disks are reported lost, and returns all that are. It must wait, because an op's
-    result comes before the report that its disk is lost."""
+    """Polls until at least `count` disks are reported lost. Returns all disks that are reported lost. It must poll,
+    because an op's result comes before the report that its disk is lost."""
 
     def lost() -> list[LostDisk]:
         return [lost for events in world.events for lost in events.lost]
@@ -109,7 +109,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     assert "was taken out" in result.reason
     assert faults.acted == acted
     world.wait_durable([0, 2, 4], generations[[0, 2, 4]])
-    assert lost_of(world) == [lost]  # reported once
+    assert lost_of(world) == [lost]  # the same disk is not reported again
 
 
 def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None:
@@ -139,14 +139,14 @@ def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str
     assert all(lane.up for lane in world.engine.lanes())
     result = world.read(range(8), range(8), generations)
     assert result.failed.tolist() == [0, 2, 4, 6]
-    # The op with the hanging I/O is not finished before the I/O is: until then the device may write to its host slot.
+    # The op finishes only after its hanging I/O: until then the device may write to the op's host slot.
     assert not world.engine.wait(ticket, 0)
     faults.release()
     assert world.engine.wait(ticket, GENEROUS_S)
 
 
 def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal's fdatasync fails with EIO."""
+    """A page is not durable if the sync of the journal fails: fdatasync returns EIO."""
 
     def fail(self: Journal, groups: set[int]) -> None:
         if groups:
@@ -165,7 +165,7 @@ def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest
 def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite reports a full disk for two commits of the index, and then succeeds."""
+    """If SQLite reports a full disk for two commits of the index and then succeeds, no page is lost."""
     from flexkv.storage.index import SlotIndex
 
     commit, failures = SlotIndex.commit, iter([True, True])
@@ -219,8 +219,8 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second disk cannot be opened, for example because its index does not fit in memory, while the first disk's
-    journal already runs. The failed opening must end that journal's thread.
+    """If the second disk cannot be opened, for example because its index does not fit in memory, the failed opening
+    ends the thread of the first disk's journal.
     """
     before = set(threading.enumerate())
     begin_use, begun = DiskVolume.begin_use, []

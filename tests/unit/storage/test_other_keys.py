@@ -1,5 +1,5 @@
-"""At its start a unit logs the name and size of each folder that has pages of the same model under other keys, except
-folders that another unit may need.
+"""At its start a unit logs the name and size of each folder whose pages belong to the same model but have other keys.
+It does not log folders that another unit may need.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def left_by(root: Path, identity: DiskIdentity, used_s: int = 0) -> Path:
-    """Runs a unit that writes pages, and closes it. Returns the unit's folder. If `used_s` is given, the folder's files
-    are dated to that time, in seconds since 1970."""
+    """Runs a unit that writes pages, and closes it. Returns the unit's folder. If `used_s` is given, sets the time of
+    the folder's files to it, in seconds since 1970."""
     world = DiskWorld([root], identity=identity)
     world.write(range(4), range(4))
     folder = world.folder

@@ -1,4 +1,4 @@
-"""A page that was written to a disk can be read back, or its read is a miss with a reason."""
+"""Every page that was written to a disk can be read back. If a read fails, it is a miss with a reason."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_an_expired_page_is_a_miss(make_disks: MakeDisks) -> None:
 
 
 def test_layers_of_one_page_fail_alone(make_disks: MakeDisks) -> None:
-    """A layerwise read finds damage in the last layer only when it reads that layer; the first layer has arrived
-    before."""
+    """If the last layer of a page is damaged, only this layer's read fails. The first layer has arrived before, because
+    a layerwise read checks a layer only when it reads it."""
     world = make_disks()
     _, generations = world.write([1], [0])
     world.engine.close(30)
@@ -150,7 +150,8 @@ def test_a_page_of_64_kib_pays_one_sector() -> None:
 def test_pages_go_past_the_page_cache_whatever_their_geometry(
     make_disks: MakeDisks, tmp_path: Path, run_bytes: int
 ) -> None:
-    """Includes 18,432 bytes, the size of a layer of an MLA model: 4.5 sectors of 4 KiB."""
+    """Slabs bypass the page cache for pages of every size, if the file system allows it. One size is 18,432 bytes, that
+    of a layer of an MLA model: 4.5 sectors of 4 KiB."""
     try:
         os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
         possible = True
@@ -173,7 +174,8 @@ def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
 
 
 def test_a_new_page_format_is_a_new_format_of_values() -> None:
-    """A value in a shared store consists of a page and its trailer, but the version in its name is a separate number.
-    Whoever raises the page's version must also raise the values' version, and add the new pair here.
+    """A new version of the page format needs a new version of the values in shared stores. A value consists of a page
+    and its trailer, but the version in its name is a separate number. Whoever raises the page's version must also raise
+    the values' version, and add the new pair to this test.
     """
     assert (c_ext.PAGE_VERSION, VALUE_VERSION) in {(1, 1)}

@@ -1,5 +1,5 @@
-"""Pending records, for which a full journal had no space: their pages are served meanwhile, and become durable when the
-journal has space. If a page is evicted, its pending record is dropped.
+"""A record is pending if a full journal had no space for it. Its page is served meanwhile, and becomes durable when the
+journal has space. If the page is evicted, the pending record is dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.unit.storage.disk_world import (
 
 MakeDisks = Callable[..., DiskWorld]
 FULL = {"journal_rows": 3}
-"""Options of a journal with space for 3 rows. If more pages are published together, the others' records are pending."""
+"""Options of a journal with space for 3 rows. If more pages are published together, the records of the others become
+pending."""
 
 
 def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.uint64]) -> bool:
@@ -88,7 +89,7 @@ def test_pages_that_find_the_journal_full_keep_their_groups(make_disks: MakeDisk
         tokens = np.full(len(numbers), BLOCK_TOKENS, np.int32)
         assert not world.unit.record_publish(of, keys_of(numbers), ids(numbers), generations, tokens)
         wanted |= dict.fromkeys(numbers, of)
-        if of == 2:  # an eviction reported by another group also drops the pending record of the disk slot
+        if of == 2:  # any group may report the eviction: the pending record of the disk slot is dropped
             world.unit.record_evict(0, ids([11]), generations[3:])
             del wanted[11]
     world.until(lambda: pending(world) == 0, "the journal had no room")
@@ -141,7 +142,7 @@ def test_a_disk_that_hangs_takes_no_time_of_the_others(
     assert world.engine.close(GENEROUS_S)
     closing = threading.Thread(target=world.unit.close, args=(GENEROUS_S,))
     closing.start()
-    other._thread.join(GENEROUS_S / 2)  # the close does not give up before then
+    other._thread.join(GENEROUS_S / 2)  # the close keeps running for at least this long
     assert other.ended
     assert not hanging.ended
     go_on.set()
@@ -189,7 +190,7 @@ def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Even
 
 
 def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
-    """This holds as soon as the journal fails, even before the unit has noticed that the disk is lost."""
+    """A journal that has failed accepts no pending records, even before the unit has noticed that the disk is lost."""
     world = make_disks(**FULL)
     result, generations = world.write(range(8), range(8), publish=False)
     assert result.status is OpStatus.OK
@@ -215,7 +216,7 @@ def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: 
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
     assert world.unit.unflushed
-    result, _ = world.write([20], [0], publish=False)  # overwrites a page, so its row must go
+    result, _ = world.write([20], [0], publish=False)  # overwrites a page, so the page's row in the index must go
     assert result.status is OpStatus.OK
     world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     folder = world.folder

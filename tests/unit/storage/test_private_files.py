@@ -1,5 +1,5 @@
-"""Pages contain users' prompts, so only the engine's own user may read the files and enter the folders that the disk
-tier makes.
+"""Only the engine's own user may read the disk tier's files and enter its folders, because pages contain users'
+prompts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_the_umask_alone_is_seen(tmp_path: Path) -> None:
-    """A control: the other tests would find a file or folder that is made with the umask's default permissions."""
+    """As a control, makes a file and a folder with the umask's default permissions: the check of the other tests finds
+    them."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "group0.slab").touch()
     assert readable_by_others(tmp_path / "kv") == {"kv": "0o755", "kv/group0.slab": "0o644"}

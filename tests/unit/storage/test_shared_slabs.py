@@ -76,8 +76,8 @@ def test_slabs_of_one_group_have_rows_without_groups(make_disks: MakeDisks) -> N
 
 
 def cross_reads(world: DiskWorld, of: int) -> dict[int, str]:
-    """Writes a page of group `of`, then reads it as if it were a page of each other group. Returns the reason of each
-    miss, by group."""
+    """Writes a page of group `of`, then reads it as if it were a page of each other group. Returns the reason for the
+    miss, by the group that was read."""
     _, generations = world.write([7], [5], of=of)
     assert world.read([7], [5], generations, of=of).status is OpStatus.OK
     reasons = {}
@@ -104,8 +104,8 @@ def test_a_page_of_one_group_read_as_anothers_is_a_miss(make_disks: MakeDisks) -
 def test_without_the_number_in_the_trailer_another_groups_page_would_be_served(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: if trailers lack the group's number, nothing else distinguishes the slot images of the two
-    groups."""
+    """A control: if trailers lack the number of their KV group, a read of one group returns another group's page.
+    Nothing else distinguishes the slot images of the two groups."""
     monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     world = shared(make_disks)
     with pytest.raises(AssertionError, match="block 7: wrong bytes"):
@@ -128,7 +128,8 @@ def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np
 def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
     make_disks: MakeDisks, first: int, then: int, lost_index: str
 ) -> None:
-    """The trailer of the earlier page may still be intact, because a smaller image does not overwrite it."""
+    """A slot serves only the page that was written last, even if the page before belongs to another group. The trailer
+    of the earlier page may still be intact, because a smaller image does not overwrite it."""
     world = shared(make_disks)
     old, new = overwritten(world, first, then)
     assert world.read([1], [4], old, of=first).failed.tolist() == [0]
@@ -156,7 +157,8 @@ def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
 def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: both trailers in the slot are intact, and only their ages show which page is the later one."""
+    """A control: if a read accepted the first intact trailer, it would serve an overwritten page. Two trailers in the
+    slot are intact, and only their ages show which page is the later one."""
     world = shared(make_disks)
     overwritten(world, FULL, STATE)
     folder = world.folder
@@ -168,8 +170,8 @@ def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
 
 
 def test_stripes_without_a_trailer_are_no_damage(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """A crash may leave stripes of a large image at the offset of a small image's trailer. The check must not count
-    this as damage, and after a repair the slab is clean."""
+    """`fsck` does not count stripes without a trailer as damage. A crash may leave stripes of a large image at the
+    offset of a small image's trailer. After a repair the slab is clean."""
     world = shared(make_disks)
     _, generations = world.write([1, 2, 3], [0, 1, 2], of=FULL)
     world.wait_durable([0, 1, 2], generations)

@@ -1,4 +1,4 @@
-"""Trailers that are stored separately from their page's stripes, as in the values of a shared store."""
+"""Trailers that are stored in a separate buffer, not behind the page's stripes, as in the values of a shared store."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_every_stripe_is_covered(at: int) -> None:
     image, apart = image_of(of, False), np.zeros(of.trailer_bytes, np.uint8)
     of.seal_apart(image, apart, *PLACE, TAG, 1)
     image[at] ^= 1
-    expected = "none" if at == 4700 else "data"  # after the first stripe's end there is only padding
+    expected = "none" if at == 4700 else "data"  # byte 4700 is padding behind the end of the first stripe
     assert of.check_apart(image, apart, *PLACE, TAG, 2)[0] == expected

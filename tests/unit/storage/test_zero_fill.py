@@ -1,4 +1,5 @@
-"""While a disk is idle, its lane fills free slots that will be written next with zeros, but never slots with pages."""
+"""While a disk is idle, its lane fills the free slots that will be written next with zeros. It never fills slots with
+pages."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_free_slots_are_cleared_and_pages_stay(make_disks: MakeDisks) -> None:
     header = read_header(str(slab))
     assert 0 < zeroed(world) <= (SLOTS - len(places)) * header.slot_bytes
     assert world.read(numbers, places, generations).status is OpStatus.OK
-    # A cleared slot has no page, and pages can be written to it.
+    # A cleared slot has no page, and accepts a new page.
     assert "disk miss (trailer)" in world.read([99], [5], generations[:1]).reason
     result, more = world.write(range(100, 126), [p for p in range(SLOTS) if p not in places])
     assert result.status is OpStatus.OK
@@ -72,7 +73,8 @@ def test_slabs_that_groups_share_are_cleared_once(make_disks: MakeDisks) -> None
 
 
 def test_a_restart_goes_on_where_it_is_needed(make_disks: MakeDisks) -> None:
-    """No file records which slots were cleared: after a restart the lane asks the file system for holes in the slab."""
+    """After a restart, the lane clears only slots that need it. No file records which slots were cleared, so the lane
+    asks the file system for holes in the slab."""
     world = make_disks(slots=SLOTS)
     slab = world.folder / "group0.slab"
     if not holes(slab):
