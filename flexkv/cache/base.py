@@ -158,7 +158,7 @@ class MatchResult(NamedTuple):
         groups: the match of each KV group.
         tokens: number of tokens after the start that all groups can restore in whole blocks; an adapter promises these.
         tail_tokens: number of tokens in the partial tail after the whole blocks, if all groups can restore it; else 0.
-        outcome: what the caller has to do next.
+        outcome: the result of the lookup, which determines the caller's next step.
         miss: why no more tokens are promised; None if all are promised or more may come.
         reads: number of fetches, plus number of questions to tiers, for which the request waits.
         by_tier: number of promised tokens that each tier has supplied, by tier number. Tokens that were fetched for
@@ -265,7 +265,7 @@ class Completion:
         failed_blocks: for a load, the engine blocks without valid KV; for a store, the blocks that are not published.
         published: for a store, positions of the op's pages that became visible or will become visible when they have
             been sealed; empty for a load.
-        reason: what the ranks reported about failures; empty if they reported none.
+        reason: the ranks' reports about failures, as text; empty if there are none.
         loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 
@@ -339,7 +339,7 @@ class CacheManager(ABC):
             start_tokens: number of tokens that the engine has itself: whole blocks of every group.
             tail: per group, candidates for the partial tail. They are used only if their `base_block` is the block at
                 which the match ends. None if a group's rule is not FULL or the groups' blocks differ in size.
-            settings: the caller's settings for the request; they limit what is promised and which tiers are read.
+            settings: the caller's settings for the request; they limit the promised tokens and the tiers to read.
 
         Raises:
             ContractError: `keys` or `tail` do not have one element per group, the start is within a block, or `tail`
@@ -383,8 +383,8 @@ class CacheManager(ABC):
 
         With `tail`, `blocks[g]` are all matched blocks and then the engine block for the partial tail. Otherwise the
         engine may load fewer blocks than were promised, but either all or none of a group whose rule is not FULL. Pages
-        that are not loaded are released, like pages whose engine block is NO_BLOCK. A load is never rejected for lack
-        of queue entries.
+        that are not loaded are released, like pages whose engine block is NO_BLOCK. A promised load
+        always finds a queue entry.
 
         Call order:
             After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.

@@ -24,7 +24,7 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
     """Checks the KV groups of a manager.
 
     Raises:
-        ConfigError: a group is not valid; the message names the group, the value and what is allowed.
+        ConfigError: a group is not valid; the message names the group, the value and the allowed values.
     """
     if not 1 <= len(groups) <= MAX_GROUPS:
         raise ConfigError(f"{len(groups)} KV groups; allowed are 1 to {MAX_GROUPS}")
@@ -74,7 +74,7 @@ def check_limits(limits: ManagerLimits) -> None:
     """Checks the limits of a manager.
 
     Raises:
-        ConfigError: a limit is not valid; the message names the limit, its value and what is allowed.
+        ConfigError: a limit is not valid; the message names the limit, its value and the allowed values.
     """
     for name in ("ranks", "inflight_store_pages", "inflight_load_pages", "lease_s"):
         if not getattr(limits, name) > 0:
@@ -88,7 +88,7 @@ def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
     """Returns a copy of `blocks` as int32 [blocks].
 
     Args:
-        place: where the blocks were given, for error messages.
+        place: name of the call that got the blocks, for error messages.
 
     Raises:
         ContractError: `blocks` is not a one-dimensional integer array.

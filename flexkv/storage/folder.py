@@ -132,7 +132,7 @@ class FolderLock:
     """An exclusive flock on a unit's folder. It is held as long as any copy of its file descriptor is open.
 
     Args:
-        advice: what the error tells the user to do if the folder is in use.
+        advice: advice to the user in the error that is raised if the folder is in use.
 
     Raises:
         FolderLockedError: another process still holds the lock after LOCK_WAIT_S seconds; the message names the

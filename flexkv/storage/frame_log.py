@@ -34,7 +34,7 @@ class FrameLog:
     `append`.
 
     Args:
-        identity: 32 bytes that say what the frames mean. A file with another identity loses its frames.
+        identity: 32 bytes that identify the meaning of the frames. A file with another identity loses its frames.
         lock_s: maximum number of seconds to wait while another process has the file open.
         stopped: returns whether to stop waiting early.
 

@@ -1,5 +1,5 @@
-"""The header of a slab, which says whose pages the slab holds and where the parts of a page lie. Specified in
-docs/disk-format.md.
+"""The header of a slab. It identifies the model and unit whose pages the slab holds, and lists the offsets of the parts
+of a page. Specified in docs/disk-format.md.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class FoundHeader:
 
     Attributes:
         groups: the slab's groups, by number.
-        slab_fault: what is wrong with the slab's own header; empty if nothing is.
-        copy_fault: what is wrong with the copy; empty if nothing is, or if there is none.
+        slab_fault: the fault of the slab's own header, as text; empty if it has none.
+        copy_fault: the fault of the copy, as text; empty if the copy has none or does not exist.
         has_copy: whether an undamaged copy of the same header exists.
     """
 

@@ -1,4 +1,4 @@
-"""The index of one disk, which says which page each slot holds. It is stored in an SQLite database beside the slabs.
+"""The index of one disk: the page in each slot. The index is stored in an SQLite database beside the slabs.
 
 All rows of a slab are in memory. The database has them in chunks of fixed size, one per database page. An update
 changes a few array elements, and the next commit writes the chunks that contain them. Opening the index is one scan,
@@ -386,7 +386,7 @@ class SlotIndex:
     @property
     def in_place(self) -> bool:
         """Whether database and log are still the files to which the first commit was written. If they were deleted or
-        replaced, the next opening would not find what a commit writes.
+        replaced, the next opening would not find the rows that a commit writes.
         """
         return not self._written or self._named() == self._written
 

@@ -336,7 +336,8 @@ class Journal:
         for number in slabs:
             error = self._slabs[number].sync()
             if error:
-                # The kernel has dropped from its cache what it could not write, so a retry would not write it either.
+                # The kernel has dropped the data that it could not write from its cache, so a retry would not write it
+                # either.
                 raise DiskError(f"fdatasync of the slab of group {number}: {os.strerror(-error)}")
 
     def _apply(self, record: Record, now_ms: int) -> None:

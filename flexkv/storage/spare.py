@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 SPARE_NAME = "spare"
 SPARE_BYTES = 2 * LEAST_ROOM_BYTES
 SPARE_STEP_BYTES = SPARE_BYTES // 8
-"""If the disk has less free space than SPARE_BYTES, less is reserved, in steps of this many bytes."""
+"""If the disk has less free space than SPARE_BYTES, the reserved size is reduced in steps of this many bytes."""
 
 
 def free_spare(folder: Path) -> None:

@@ -396,7 +396,7 @@ class StripedSlabs(Volumes):
 
     def _stop_flushed_journals(self) -> None:
         """Stops each journal that has no pending records. A stopped journal writes its last commit at once, so that a
-        disk that hangs does not delay the others.
+        disk that hangs does not delay the other disks.
         """
         for disk, journal in enumerate(self._journals):
             if journal is not None and not (disk in self._pending and self._pending[disk].waits):

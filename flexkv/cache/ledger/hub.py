@@ -239,7 +239,7 @@ class Hub:
 
     def finish(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Ends the pending state and one pin of entries whose op has ended. Makes the entries that `good` marks
-        visible, unless they were removed meanwhile, and removes the others.
+        visible, unless they were removed meanwhile, and removes all other entries.
 
         Returns:
             Which entries became visible, bool [entries].

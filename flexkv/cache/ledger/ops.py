@@ -209,7 +209,7 @@ class RankOp(Op):
         revoked: which pages of a store must not be published, bool [pages].
         load: number of the first op of the load that this op is part of; None until the whole load is planned.
         abandoned: for a load, whether its request has ended or the engine has withdrawn the load.
-        reasons: what the ranks reported about failures, one text per rank that gave a reason.
+        reasons: the ranks' reports about failures, one text per rank that gave a reason.
         loss: why a rank did not begin this store; None if no rank gave such a reason.
     """
 
@@ -413,7 +413,7 @@ class OpTable:
 
     def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
         """Undoes a call that was interrupted, perhaps within `add` or `remove`. Drops the ops with numbers above
-        `last`, except those in `handed_out`, drops the op `ended`, and recounts the others."""
+        `last`, except those in `handed_out`. Also drops the op `ended`. Recounts the remaining ops."""
         kept = [op for op in self if (op.op_id <= last or op.op_id in handed_out) and op is not ended]
         self._ops = {}
         self._clear_counts()

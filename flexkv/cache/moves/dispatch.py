@@ -153,8 +153,8 @@ class TierWork:
 
     @property
     def busy(self) -> bool:
-        """Whether a fetch, write, question or seal is in flight or in the outbox, pages wait for their write to a tier
-        in use, or pages of an ended peer have to be copied.
+        """Whether a tier has work: a fetch, write, question or seal is in flight or in the outbox, pages wait for their
+        write to a tier in use, or pages of an ended peer have to be copied.
         """
         return (
             self.moving

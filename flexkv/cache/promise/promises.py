@@ -37,7 +37,8 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25
-"""Maximum share of the host slots that pages of prefetched requests occupy; the others are for running requests."""
+"""Maximum share of the host slots that pages of prefetched requests occupy; all other slots are for running requests.
+"""
 
 PREFETCH_BUDGET = 0.5
 """No prefetch begins while fetches use this share of a tier's fetch limits; the rest is for lookups."""

@@ -29,7 +29,7 @@ class Turn(Enum):
     FETCH = "fetch"
     """The request fetches all missing pages: there are slots for them."""
     FETCH_SOME = "fetch some"
-    """The request fetches as many missing pages as there are slots for, and continues without the others."""
+    """The request fetches as many missing pages as there are slots for, and continues without the remaining pages."""
     WAIT = "wait"
     """The request fetches nothing and waits in the queue. The engine asks again."""
     GO_ON = "go on"

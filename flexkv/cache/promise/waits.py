@@ -66,7 +66,7 @@ class FetchWaits:
         self._tables.requests.skip(request_id, late, MissReason.LATE)
 
     def end_prefetch(self, request_id: str) -> None:
-        """Ends the request's prefetch. Called by its first lookup, which then decides what the request waits for."""
+        """Ends the request's prefetch. Called by its first lookup, which then decides whether the request waits."""
         self._leave(request_id, self._tables.requests.end_prefetch(request_id))
 
     def end_wait(self, request_id: str) -> None:

@@ -1,8 +1,8 @@
 """Contracts of store planning: an adapter's reports about requests, steps and the engine's pool, and the results of a
 store planner.
 
-An adapter reports which tokens of a request are certain, which blocks the engine is about to reuse, and what a step
-computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
+An adapter reports which tokens of a request are certain, which blocks the engine is about to reuse, and which tokens a
+step computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
 """
 
 from __future__ import annotations
@@ -330,8 +330,8 @@ class StoreParts:
         counters: counts pages that are not stored.
         events: notified of planned stores; None if no events are published.
         alignment_tokens: the number of tokens of every hit is a multiple of this number.
-        states_handed_over: whether the engine reports which block has which state (`StepBlocks.states`). It does so if
-            a request's table may have states that end within a block.
+        states_handed_over: whether the engine reports which block has which state (`StepBlocks.states`). An engine
+            reports this if a request's table may have states that end within a block.
         namespace: namespace of the keys of requests without `has_own_names`, 32 bytes.
         settings: the settings of the section `store`.
         queue_ops: number of entries in a rank's queue (`transfer.queue_ops`).

@@ -281,8 +281,8 @@ class LazyStores(RequestStores, CacheListener):
 
     def _count_missed(self) -> None:
         """Counts recorded blocks that no longer have their hash and that the cache does not have: the engine has reused
-        or dropped them before they were stored. Blocks that requests have left are checked from the oldest one up to
-        the first one that still has its hash. Later calls check the others.
+        or dropped them before they were stored. Blocks that requests have left are checked from the oldest block up to
+        the first block that still has its hash. Later calls check the remaining blocks.
         """
         gone: list[PoolBlock] = []
         for number, block_hash in self._passed_over.items():

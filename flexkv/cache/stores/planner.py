@@ -30,7 +30,7 @@ class StorePlanner:
         Args:
             requests: the requests that the step computes, with the values of `computed`, `step_end` and `certain` for
                 this step.
-            step: what the engine reports about its blocks in this step.
+            step: the engine's report about its blocks in this step.
             idle: whether the step computes nothing.
         """
 

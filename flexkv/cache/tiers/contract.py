@@ -285,8 +285,8 @@ class Sink(ABC):
 
     @abstractmethod
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Makes the pages marked in `good` visible, frees the slots of the others, and unpins all. Returns which pages
-        became visible, bool [entries].
+        """Makes the pages marked in `good` visible, frees the slots of all other pages, and unpins all pages. Returns
+        which pages became visible, bool [entries].
 
         Call order:
             Once for the entries of each `plan_write`, after the op's last byte has stopped moving.

@@ -29,7 +29,7 @@ class UnitFacts:
         ranks: facts about each rank that has a stripe of its own; one rank if all ranks have the same bytes.
         owner: the unit, engine and model that own the pages.
         recomputes: whether the engine computes the pages that a load did not bring.
-        share: what the unit shares with other units of its user; None if it shares nothing.
+        share: the host memory and folders that the unit shares with other units of its user; None if it shares nothing.
     """
 
     config: FlexKVConfig

@@ -143,8 +143,8 @@ class StoreRoute(ABC):
 
     @abstractmethod
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Ends a store that every rank has reported: makes its good pages visible, or plans their seal, and removes the
-        others.
+        """Ends a store that every rank has reported: makes its good pages visible, or plans their seal, and removes all
+        other pages.
 
         Returns:
             Which pages are visible, or will be visible when they have been sealed, bool [pages].

@@ -211,7 +211,7 @@ class DiskPages(StoredTier, Sink):
             return 0
         strange = len(self)
         self.presence.clear()
-        # The epoch grows by 2, so that it stays even or odd. An odd epoch would mean that this process has got new
+        # The epoch grows by 2, so that it stays even or odd. An odd epoch would mean that this process has new
         # weights, but the process has the same weights as before.
         self.epoch += 2
         self.volumes.begin_reset(self.epoch)

@@ -32,8 +32,8 @@ NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class GdsStores(StoreRoute):
-    """Plans GDS_WRITE ops and then DISK_SEAL ops, and records the results of both. Blocks that are in host memory are
-    not stored.
+    """Plans GDS_WRITE ops and then DISK_SEAL ops, and records the results of all these ops. Blocks that are in host
+    memory are not stored.
 
     A block that is being read from disk is not stored on disk again. But the read may fail, and the engine offers a
     block only once. So the block is stored in host memory. If the read finds the page on disk bad, the block is written
@@ -76,8 +76,8 @@ class GdsStores(StoreRoute):
             index.unpin(ready)
 
     def _unknown(self, offer: StoreOffer) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Returns the positions of the offered blocks that are neither in host memory nor on disk, and the positions of
-        those that have to be stored in host memory because their page on disk is being read."""
+        """Returns two arrays of positions of offered blocks. The blocks of the first array are neither in host memory
+        nor on disk. Those of the second have to be stored in host memory because their page on disk is being read."""
         index, ops, group = self._context.tables.hub.index, self._context.tables.ops, offer.group
         in_host = index.find(group, offer.keys, ready_only=False)
         on_disk = self._disk.presence.find(group, offer.keys, ready_only=False)
@@ -124,7 +124,7 @@ class GdsStores(StoreRoute):
         self._disk.presence.remove(op.entries[pages])
 
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Plans the seal of the good pages, whose stripes all ranks have written, and removes the others."""
+        """Plans the seal of the good pages, whose stripes all ranks have written, and removes all other pages."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
         # Pages that were removed meanwhile are not sealed, because they would not become visible.
         good = good & self._disk.in_flight(op.group, op.entries)

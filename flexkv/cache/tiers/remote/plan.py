@@ -38,7 +38,7 @@ class RemotePlan(TierPlan):
     """The plan of the remote tier.
 
     Raises:
-        ConfigError: a setting cannot be fulfilled; the message says what to do.
+        ConfigError: a setting cannot be fulfilled; the message names the remedy.
     """
 
     shares_pool = True
