@@ -58,7 +58,7 @@ def _note(owner: Any, name: str) -> None:
         if is_ours and name in (*vars(base), *get_annotations(base), *_own):
             return
         if name in vars(base) and _package(base.__module__) != "vllm":
-            return  # the attribute is Python's own, such as `name` of an enum member
+            return  # Python itself defines the attribute, such as `name` of an enum member
     _reads.add((kind, name))
 
 
@@ -137,7 +137,7 @@ def start() -> None:
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """Returns the names that were read but are not among `names`."""
+    """Returns the names that the adapter read but that are not among `names`."""
     from build_support.vllm_names import owner_of
 
     listed: dict[str, list[Any]] = {}

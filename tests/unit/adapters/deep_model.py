@@ -19,10 +19,11 @@ WIDTH, HEADS, HEAD = 64, 4, 16
 BLOCK, BLOCKS = 16, 9
 WORDS = 100
 FEW = 16
-"""If a sequence has fewer rows than this, attention sums over its keys in parts, as kernels for decoding do. The result
-is then rounded differently."""
+"""If a sequence has fewer rows than this number, attention sums over the sequence's keys in parts, as kernels for
+decoding do. The result is then rounded differently.
+"""
 PART = 8
-"""Number of keys in one part."""
+"""Number of keys in one of these parts."""
 
 
 @dataclass(frozen=True)

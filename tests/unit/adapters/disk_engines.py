@@ -1,4 +1,4 @@
-"""Mini engines that use one disk folder one after another, as when an engine is restarted."""
+"""Makes mini engines that use one disk folder one after another, as when an engine is restarted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
 
 
 def fails_and_is_computed(engine: MiniEngine, name: str, blocks: int) -> None:
-    """Waits until the request's load has ended, and checks that `blocks` of its blocks failed and that the engine
+    """Waits until the request's load has ended. Checks that `blocks` of its blocks failed, and that the engine then
     computes their KV correctly.
     """
     engine.end_load(name)

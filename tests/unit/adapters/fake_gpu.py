@@ -20,8 +20,9 @@ from tests import testing_ext
 
 LONG_S = 60.0
 A_WHILE_S = 0.3
-"""How long a test waits to confirm that something does not happen; control tests show that this is long enough. Longer
-than `REUSE_WAIT_S`."""
+"""Seconds for which a test waits to confirm that something does not happen. The time is longer than `REUSE_WAIT_S`, and
+control tests show that it is long enough.
+"""
 
 
 def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
@@ -47,7 +48,7 @@ class GpuWorker(WorkerSide):
 
 
 class FakeGpuWorld:
-    """The GPU of one engine.
+    """The fake GPU of one engine.
 
     Attributes:
         worker_class: class of the engine's worker.

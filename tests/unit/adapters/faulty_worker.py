@@ -1,4 +1,4 @@
-"""Workers whose copies fail according to rules that a test gives."""
+"""Makes workers whose copies fail according to rules that a test gives."""
 
 from __future__ import annotations
 

@@ -110,12 +110,12 @@ class MiniEngine:
         self._held: list[Any] = []
 
     def take_handshakes(self) -> None:
-        """Passes the handshake of every worker that has one to the scheduler's side."""
+        """Passes the handshakes of all workers to the scheduler's side, except of workers that make none."""
         handshakes = {worker.rank: worker.handshake() for worker in self.workers}
         self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
 
     def take_events(self) -> list[Any]:
-        """Returns the KV cache events since the last call."""
+        """Returns the KV cache events since the last call of this function."""
         self._take_events()
         events, self.events = self.events, []
         return events
@@ -168,7 +168,7 @@ class MiniEngine:
     def step(
         self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
     ) -> None:
-        """Runs one engine step. `scheduled` maps each request to the number of tokens to compute; by default the step
+        """Runs one engine step. `scheduled` maps each request to the number of tokens to compute. By default the step
         computes all prompt tokens that are not computed yet.
         """
         if scheduled is None:
@@ -189,8 +189,8 @@ class MiniEngine:
         self._take(reports)
 
     def hold_reports(self) -> Callable[[], None]:
-        """Withholds the reports of steps from the scheduler. Returns a function that delivers all of them and ends the
-        withholding.
+        """Withholds the reports of steps from the scheduler. Returns a function that delivers all withheld reports and
+        ends the withholding.
         """
         take, held = self._take, self._held
 

@@ -91,14 +91,14 @@ class MiniPools:
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
     def spoil(self) -> None:
-        """Overwrites every block."""
+        """Overwrites every block of all pools."""
         for caches in self.caches:
             for cache in caches.values():
                 cache.fill_(-1.0)
 
     def write(self, rank: int, parts: Sequence[Part]) -> None:
-        """Writes the KV that a forward pass computes. If earlier KV of the request is wrong, the KV computed from it is
-        wrong too.
+        """Writes the KV that a forward pass computes. If earlier KV of the request is wrong, the written KV is wrong
+        too, as in a real model.
         """
         for live, first, end in parts:
             spoiled = 0.5 if self.wrong(live, first, [rank]) else 0.0

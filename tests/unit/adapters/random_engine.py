@@ -60,7 +60,7 @@ class RandomEngine(MiniEngine):
     # --- actions ---
 
     def act(self) -> None:
-        """Takes one random action, then checks the invariants."""
+        """Takes one random action, then checks the engine's invariants."""
         (act,) = self.random.choices(list(self._weights), list(self._weights.values()))
         act()
         self.acts[act.__name__.removeprefix("_")] += 1
@@ -88,7 +88,7 @@ class RandomEngine(MiniEngine):
                 assert self.wrong(name) == [], f"{name}: {live.request.num_computed_tokens} tokens"
 
     def settle(self) -> None:
-        """Ends all requests, and checks that neither the engine nor flexkv keeps anything of them."""
+        """Ends all requests. Checks that neither the engine nor flexkv keeps any record of them."""
         for name in [*self.waiting, *self.live]:
             self._end(name)
         self.drain()
@@ -119,7 +119,7 @@ class RandomEngine(MiniEngine):
         return name in self.waiting or name in self.live or name in self._pending or name in self._late
 
     def _only_ask(self) -> None:
-        """Looks a request up but allocates nothing for it, like an engine that has no memory for it."""
+        """Looks a request up but allocates nothing for it, like an engine that has no memory for the request."""
         if self.waiting:
             self.side.match(self._pick(self.waiting), 0)
 
@@ -133,7 +133,7 @@ class RandomEngine(MiniEngine):
             return
         assert tokens < request.num_tokens, "a token is left to compute"
         if self.random.random() < 0.05:
-            tokens, is_async = 0, False  # another connector supplied tokens first
+            tokens, is_async = 0, False  # another connector supplied the first tokens
         name = str(request.request_id)
         del self.waiting[name]
         live = self.live[name] = Live(request)
@@ -199,7 +199,7 @@ class RandomEngine(MiniEngine):
         self.preempt(name)
 
     def _new_weights(self) -> None:
-        """Resets the engine's own cache if no request holds blocks, and the connector's cache in any case."""
+        """Replaces the weights: resets the connector's cache, and the engine's own cache if no request holds blocks."""
         if not (self.live or self._late):
             assert self.pool.reset_prefix_cache()
         self.side.reset()

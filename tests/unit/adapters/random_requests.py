@@ -1,4 +1,4 @@
-"""Random actions that clients and operators take on an engine with vLLM's own scheduler."""
+"""Takes random actions of clients and operators on an engine with vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.adapters.scheduled_engine import ScheduledEngine
 
 
 class RandomRequests:
-    """Takes random actions of clients and operators on an engine."""
+    """Takes random actions of clients and operators on an engine, one per call of `act`."""
 
     MOST = 6
 
@@ -78,7 +78,7 @@ class RandomRequests:
         return tokens
 
     def settle(self) -> None:
-        """Ends all requests, and checks that neither the engine nor flexkv keeps anything of them."""
+        """Ends all requests. Checks that neither the engine nor flexkv keeps any record of them."""
         engine = self.engine
         engine.settle()
         for _ in range(3):

@@ -41,8 +41,8 @@ class Served:
 
 
 def serve(folder: Path, seed: int, requests: int, killed: bool, **settings: Any) -> Served:
-    """Serves this many requests in a process that then exits normally or, if `killed`, is killed by SIGKILL right after
-    the last request.
+    """Serves this many requests in a separate process. The process then exits normally or, if `killed`, is killed by
+    SIGKILL right after the last request.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([THIS])

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 PAGE = 64
-"""Number of elements of a block in one layer. The same in every group."""
+"""Number of elements of a block in one layer. It is the same in every KV group."""
 
 
 def full(block: int) -> KVCacheSpec:

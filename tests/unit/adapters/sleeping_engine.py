@@ -12,7 +12,7 @@ memory."""
 
 
 class SleepingEngine(MiniEngine):
-    """A mini engine that can sleep. It calls the connector in the order of vLLM 0.33."""
+    """A mini engine that can sleep. It calls the connector's hooks in the order of vLLM 0.33."""
 
     def sleep(self) -> None:
         """Resets the engine's and the connector's cache. Then, in each worker, calls the connector's hook and drops the
@@ -35,7 +35,7 @@ class SleepingEngine(MiniEngine):
         return any(bool((cache != POISON).any()) for caches in self.pools.caches for cache in caches.values())
 
     def wake_up(self) -> None:
-        """Maps the KV memory again, with different content, calls each worker's hook, and repeats the handshakes."""
+        """Maps the KV memory again, with different content. Calls each worker's hook, and repeats the handshakes."""
         self.pools.spoil()
         for worker in self.workers:
             worker.restore_kv_caches()

@@ -23,7 +23,7 @@ RANKS, LAYERS, CHECK, ROWS = 2, 4, 1, 9
 WIDTH = 4
 REUSED = np.arange(2, 8, dtype=np.int64)
 RATIO = 1 / 3
-"""Share of the six reused rows that is kept: two rows."""
+"""Share of the six reused rows that are computed again: two rows."""
 WAIT_S = 20.0
 
 APART = ((3.0, 3.0, 2.5, 0.0, 0.0, 2.5), (0.0, 0.0, 2.5, 3.0, 3.0, 2.5))
@@ -32,8 +32,8 @@ and the sixth row differ most, but on neither rank alone."""
 OF_BOTH, OF_FIRST, OF_SECOND = [4, 7], [2, 3], [5, 6]
 SAME = ((1.0,) * 6,) * 2
 ROUNDING = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0]) * 1e-6
-"""How much larger the second rank's sums are than the first rank's, as if through rounding. If all rows are otherwise
-equal, these differences decide which rows are kept.
+"""Relative differences by which the second rank's sums are larger than the first rank's, as if through rounding. If all
+rows are otherwise equal, these differences decide which rows are kept.
 """
 
 

@@ -1,4 +1,4 @@
-"""The folders in which a rank of vLLM keeps its segments on disk."""
+"""Tests the folders in which a rank of vLLM keeps its segments on disk."""
 
 from __future__ import annotations
 

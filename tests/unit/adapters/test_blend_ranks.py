@@ -31,7 +31,7 @@ REUSED = np.arange(2, 8, dtype=np.int64)
 TAKEN = np.arange(8, 12, dtype=np.int64)
 WAIT_S = 20.0
 SHORT_S = 0.5
-"""In control tests, how long a rank waits in a collective operation for a rank that has left."""
+"""Seconds for which, in control tests, a rank waits in a collective operation for a rank that has left."""
 
 
 class Group:

@@ -97,7 +97,7 @@ class Ranks:
         return self.caches[-1]
 
     def _compute(self) -> str:
-        """Waits for all ranks, as a layer of the model does."""
+        """Waits for all ranks, as a layer of a tensor-parallel model does."""
         self.group.all_reduce(torch.zeros(1))
         return ""
 
@@ -204,7 +204,7 @@ def unplaced(ranks: Ranks) -> dict[str, float]:
 
 
 def run_steps(ranks: Ranks, calls_forward: bool) -> dict[str, float]:
-    """Runs two blended steps. Returns the number of rows counted, by outcome."""
+    """Runs two steps with blending. Returns the number of counted rows, by outcome."""
     ranks.start()
     worker = ranks.started[0]
     for _ in range(2):

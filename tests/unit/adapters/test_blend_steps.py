@@ -91,7 +91,7 @@ class PlannedStep:
         return self._names
 
     def count_unplaced(self) -> None:
-        """Counts nothing."""
+        """Does not count any row."""
 
 
 def forwards_of(
@@ -214,7 +214,7 @@ class Pages:
         self.lost.append(asks.number)
 
     def end_capture(self, request: str, asks: NewSegment, end: int) -> None:
-        """Stores nothing."""
+        """Does not store the segment."""
 
 
 class Forward:
@@ -260,7 +260,7 @@ class Rank:
 
 
 def compute(patch: pytest.MonkeyPatch, chunks: list[ChunkOrder], *ranks: Rank) -> None:
-    """Runs the step's forward pass on all ranks at once."""
+    """Runs the step's forward pass on all ranks at the same time, each rank in its own thread."""
     group = Group(len(ranks), WAIT_S)
     patch.setattr(module, "get_tp_group", lambda: group)
     threads = [threading.Thread(target=rank.compute, args=(chunks,)) for rank in ranks]

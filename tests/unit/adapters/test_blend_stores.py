@@ -35,7 +35,7 @@ def pages() -> Iterator[BlendPages]:
 
 
 class Held:
-    """A context in which no transfer of the engine ends. The test fails if anything waits for a transfer."""
+    """In the `with` block, no transfer of the engine ends. The test fails if anything waits for a transfer."""
 
     def __init__(self, pages: BlendPages, patch: pytest.MonkeyPatch) -> None:
         self._engine, self._patch = pages.cache.engine, patch
@@ -142,7 +142,7 @@ def test_a_load_behind_a_store_finds_its_segment(
 
 
 class HeldStores(Held):
-    """A context in which loads end but stores do not."""
+    """In the `with` block, loads end but stores do not."""
 
     def __enter__(self) -> None:
         super().__enter__()

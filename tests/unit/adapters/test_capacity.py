@@ -1,4 +1,4 @@
-"""When an engine starts, the log says how many tokens and prompts each tier can hold, and warns if a tier cannot hold
+"""When an engine starts, the log says how many tokens and prompts each tier can hold. It warns if a tier cannot hold
 one prompt.
 """
 

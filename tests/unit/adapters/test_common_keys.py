@@ -1,5 +1,5 @@
-"""The common key scheme: all engines derive the same key from the same KV. If the tokens do not determine the KV, a
-block gets no key.
+"""With the common key scheme, all engines derive the same key from the same KV. If the tokens do not determine the KV,
+a block gets no key.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_a_second_connector_in_one_engine_is_refused() -> None:
 
 
 class Named:
-    """Stands for a connector."""
+    """Stands for a connector that the engine's configuration names."""
 
 
 class Other(Named):
@@ -146,7 +146,7 @@ def test_a_connector_that_is_gone_is_not_counted() -> None:
     engine: Any = SimpleNamespace(cache_config=SimpleNamespace())
     kept = Named()
     register_only(kept, SCHEDULER, engine)
-    with pytest.raises(ConfigError):  # the control
+    with pytest.raises(ConfigError):  # the control: the engine is refused
         register_only(Named(), SCHEDULER, engine)
     del kept
     gc.collect()

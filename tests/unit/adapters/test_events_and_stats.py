@@ -32,7 +32,7 @@ PROMPT = list(range(100, 112))
 
 
 def taken(engine: MiniEngine) -> list[Any]:
-    """Returns the KV cache events since the last call."""
+    """Returns the KV cache events since the last call of this function."""
     assert engine.side.events is not None
     return engine.take_events()
 

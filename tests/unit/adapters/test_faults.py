@@ -1,4 +1,4 @@
-"""If copies fail, stall or are late, no wrong byte is served, and every report is made exactly once."""
+"""If copies fail, stall or are late, no wrong byte is served, and flexkv makes every report exactly once."""
 
 from __future__ import annotations
 

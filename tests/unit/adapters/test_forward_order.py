@@ -125,11 +125,11 @@ def test_loads_wait_where_the_runner_touches_new_blocks(
 
 
 MANY = {f"r{n}": [10 + n] * 13 for n in range(4)}
-"""Requests whose stores are more than one direction of the lane processes at a time."""
+"""Requests with more stores than one direction of the lane processes at a time."""
 
 
 def reuse_under_a_forward(engine: GpuEngine, late_copies: bool = False) -> bool:
-    """Aborts requests while their forward pass runs. The next step writes to their blocks.
+    """Aborts requests while their forward pass runs. The next step writes to the blocks of these requests.
 
     Args:
         late_copies: whether all copies are held until the next step's forward pass has run. If that pass waits for the

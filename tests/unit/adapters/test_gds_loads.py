@@ -58,7 +58,7 @@ def test_every_rank_loads_its_own_stripe(
 
 
 def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
-    """One load job brings the first pages of the prefix from host memory, and the following ones from disk."""
+    """One load brings the first pages of the prefix from host memory, and the following pages from disk."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
@@ -162,7 +162,7 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
 
 
 def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Makes one rank fail to open the slabs."""
+    """Makes one rank fail when it opens the slabs."""
 
     def open_or_refuse(slabs: SlabMap, stripe: int, *args: object, **kwargs: object) -> c_ext.GdsLane:
         if stripe == rank:

@@ -1,5 +1,5 @@
-"""Generated blocks are offered several at a time. Until a request has enough of them, steps skip it: flexkv records the
-length at which the request's next blocks are due, and deletes this record when blocks are offered again.
+"""Generated blocks are offered several at a time. flexkv records the length at which a request's next blocks are due,
+and steps skip the request until it has this length. flexkv deletes the record when blocks must be offered again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def stored_pages(engine: MiniEngine) -> int:
 
 
 def tracker_of_a_prompt(engine: MiniEngine) -> RequestTracker:
-    """Runs a request until its prompt has been stored. Returns the request's tracker."""
+    """Runs a request until its prompt has been stored. Returns the request's tracker, which holds the planner's
+    state.
+    """
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     tracker = engine.side.requests.live["one"]

@@ -168,7 +168,7 @@ def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
 # --- the lists are complete ---
 
 OWN_TABLE = "has a table of its own"
-"""In a table, the reason given for a field that is an object with a table of its own."""
+"""The reason that a table gives for a field that is an object with its own table."""
 
 
 def class_of(table: FieldTable) -> type:
@@ -281,7 +281,7 @@ def test_taken_fields_change_the_keys_and_left_out_ones_do_not(
 
 
 def changed_tables(monkeypatch: pytest.MonkeyPatch, table: FieldTable) -> None:
-    """Makes the keys depend on this table in place of the table for the same class."""
+    """Makes the keys depend on this table in place of the current table for the same class."""
     mine = tuple(table if old.config == table.config else old for old in identity_fields.OF_ALL)
     monkeypatch.setattr(identity_fields, "OF_ALL", mine)
 

@@ -37,7 +37,7 @@ IMAGE_AT = 9
 """Position of the image's first token, in the third block."""
 
 TEXT_BEFORE, WHOLE = 8, 20
-"""Number of tokens of a hit that ends before the image's first block, and of a hit of all full blocks."""
+"""Lengths of two hits in tokens: of a hit that ends before the image's first block, and of a hit of all full blocks."""
 
 CAT = hashlib.sha256(b"cat").hexdigest()
 COUNTED = "renderer0-mm-1-image-0"

@@ -1,4 +1,4 @@
-"""Layerwise loads: the forward pass reaches a layer only after the layer's KV has arrived."""
+"""In a layerwise load, the forward pass reaches a layer only after the layer's KV has arrived."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ForgetfulWorker(WorkerSide):
 
 
 class EarlyWorker(ForgetfulWorker):
-    """Like `ForgetfulWorker`, but it also takes the results of all copies before the forward pass ends, as happens
-    while another load is late.
+    """Like `ForgetfulWorker`, but this worker also takes the results of all copies before the forward pass ends, as
+    happens while another load is late.
     """
 
     def wait_for_layer(self, name: str) -> None:

@@ -112,7 +112,7 @@ def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make,
 
 
 class HastyWorker(WorkerSide):
-    """For control tests: a worker that copies all layers before the forward pass has written them."""
+    """For control tests: a worker that copies all layers too early, before the forward pass has written them."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)

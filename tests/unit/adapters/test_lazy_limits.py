@@ -28,7 +28,7 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 def stored_after_pressure(engine: MiniEngine) -> int:
     """Fills the engine's pool until its free queue begins with the blocks of earlier requests. Returns the number of
-    pages stored by then.
+    pages that are stored by then.
     """
     filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
     engine.add(filler)

@@ -32,7 +32,7 @@ class Source:
 
 
 class Copy:
-    """An event that marks the end of a copy. It counts as reached from the second query on."""
+    """An event that marks the end of a copy. The event counts as reached from its second query on."""
 
     def __init__(self, never: bool) -> None:
         self._never, self._asked = never, 0

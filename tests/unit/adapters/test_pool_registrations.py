@@ -24,7 +24,7 @@ Make = Callable[..., SleepingEngine]
 
 
 class Registration:
-    """Records a lane's calls, and whether the pool is registered according to them."""
+    """Records a lane's calls. `held` says whether, according to these calls, the pool is registered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = True
@@ -41,7 +41,7 @@ class KeepingWorker(FaultyWorker):
     """For the control test: a worker that leaves the pool registered."""
 
     def end_registrations(self) -> None:
-        """Ends no registration."""
+        """Does not end the registration."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A start that is refused halfway leaves nothing behind: no host memory, and no lock on a folder."""
+"""If a start is refused halfway, it leaves neither host memory allocated nor a lock on a folder."""
 
 from __future__ import annotations
 

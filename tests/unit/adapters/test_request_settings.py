@@ -73,7 +73,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "flexkv.namespace": ("tenant 7", "tenant 7"),
     "flexkv.blend": ({"segments": [[3, 9]], "ratio": 1}, BlendAsk(((3, 9),), 1.0)),
 }
-"""By name of a setting: a value as a caller gives it, and the value that flexkv reads."""
+"""By name of a setting: a value in the form in which a caller gives it, and the value that flexkv reads from it."""
 
 
 def test_every_name_is_tried() -> None:
@@ -211,7 +211,7 @@ def test_lazy_stores_end_at_the_limit(make_engine: Make, most: int | None, block
 
 
 def after(engine: MiniEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the wall clock of the engine's manager forward."""
+    """Moves the wall clock of the engine's manager forward by `seconds`."""
     monkeypatch.setattr(engine.unit.manager.tables, "unix_s", lambda: time.time() + seconds)
 
 
@@ -372,8 +372,9 @@ def test_the_record_has_a_default_for_every_setting() -> None:
 
 
 NARROW_LOADS = {"skip_load", "max_load_tokens", "tiers", "blend"}
-"""Settings that may be dropped when they cannot be read: the request then loads more, or computes everything, but never
-stores or shares KV that it must not."""
+"""Settings that flexkv may ignore when it cannot read them: the request then loads more, or computes everything, but it
+never stores or shares KV that it must not.
+"""
 
 
 def test_whoever_adds_a_setting_decides_what_an_unreadable_value_does() -> None:

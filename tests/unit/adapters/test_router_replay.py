@@ -95,7 +95,9 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def serve(world: World, wire: Wire, requests: int = 30) -> None:
-    """Serves requests. After each, publishes its events as a batch, and also passes them to the world's own router."""
+    """Serves requests. After each request, publishes its events as a batch, and also passes them to the world's own
+    router.
+    """
     for left in reversed(range(requests + 1)):
         world.engine.drain()
         world.engine.until(lambda: not world.engine.unit.driver.busy)

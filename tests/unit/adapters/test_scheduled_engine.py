@@ -31,8 +31,8 @@ Make = Callable[..., ScheduledEngine]
 
 @pytest.fixture(params=RUNNERS)
 def make_scheduled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """Makes one engine at a time, because vLLM has one connector per process. The worker's hooks are called in the
-    order of either model runner.
+    """Returns a function that makes one engine at a time, because vLLM has one connector per process. Each test runs
+    once for every model runner.
     """
     engines: list[ScheduledEngine] = []
 

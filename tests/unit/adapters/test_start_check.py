@@ -1,5 +1,5 @@
-"""If this machine cannot fulfil a setting, the engine's start is refused with one line that says what to set. `flexkv
-info` reports the same line.
+"""If this machine cannot fulfil a setting, the engine's start is refused with one line that names the setting to
+change. `flexkv info` reports the same line.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 H2D = 0
 WAYS = [("sync", None), ("layerwise", 0), ("layerwise", 1)]
-"""Load mode, and the layer in which a copy fails. None: the copy of the complete page fails."""
+"""Pairs of a load mode and the layer in which a copy fails. None as the layer means that the copy of the complete page
+fails.
+"""
 
 either_way = pytest.mark.parametrize(("mode", "layer"), WAYS)
 

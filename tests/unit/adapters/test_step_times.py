@@ -1,4 +1,4 @@
-"""flexkv measures an engine's speed from the times of its steps, which these tests script."""
+"""flexkv measures an engine's speed from the times of its steps. These tests script the times."""
 
 from __future__ import annotations
 

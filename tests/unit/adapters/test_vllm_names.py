@@ -1,4 +1,4 @@
-"""The installed vLLM has every name that the adapter uses. tests/engines_vllm33 checks version 0.33."""
+"""The installed vLLM has every name that the adapter uses. tests/engines_vllm33 checks the names of version 0.33."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def check_turned_load(seed: int, where: str) -> None:
 
 
 def _like(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Copies a tensor to a device, with the same values and strides."""
+    """Copies a tensor to a device. The copy has the same values and strides."""
     whole = torch.empty(
         tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device=where
     )

@@ -1,4 +1,4 @@
-"""The hooks that vLLM 0.32 and 0.33 call on a connector, with the names of their parameters."""
+"""Lists the hooks that vLLM 0.32 and 0.33 call on a connector, with the names of their parameters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flexkv.blend.cache import SegmentCache
 
 VOCABULARY = 97
 ROUNDING = 1e-5
-"""The largest relative error that comes from adding numbers in a different order."""
+"""The largest relative error that can come from adding numbers in a different order."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

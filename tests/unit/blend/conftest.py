@@ -1,4 +1,4 @@
-"""A small model and its cache."""
+"""Fixtures: a small model, and a segment cache for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def publish(cache: SegmentCache, keys: Any, blocks: Any, first: int, tokens: int
     """Stores the staging blocks `blocks` under `keys`, and frees the blocks.
 
     Args:
-        first: position, in its segment, of the block that belongs to the first key.
+        first: the first key's block, as its number within the segment.
         tokens: number of tokens in each block.
     """
     none = SegmentKeys(keys[:0], None)

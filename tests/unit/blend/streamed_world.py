@@ -23,12 +23,12 @@ from tests.unit.blend.loaded_world import ROTATION, SHAPE, planes_of
 from tests.unit.cache.disk_world import disk_tier
 
 BLOCK_TOKENS = 32
-"""Tokens per block. One layer of a page then fills a sector of the disk, so that each range of layers is read
-separately.
+"""Number of tokens per block. With this number, one layer of a page fills a sector of the disk, so that each range of
+layers is read separately.
 """
 SECTOR = 4096
 RANGES = (0, 1, 3)
-"""The first layer of each range of the 6 layers."""
+"""The first layer of each range. The model has 6 layers."""
 FIRST, SECOND = np.arange(64), np.arange(500, 596)
 """Tokens of two segments, with two pages and three pages."""
 WITHIN_S = 30.0

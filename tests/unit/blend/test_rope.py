@@ -1,5 +1,5 @@
-"""flexkv computes the same rope frequencies as transformers' models, and a rotated key equals the key that the model
-computes at the new position.
+"""flexkv computes the same rope frequencies as transformers' models. A key that flexkv rotates equals the key that the
+model computes at the new position.
 """
 
 from __future__ import annotations

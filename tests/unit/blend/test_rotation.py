@@ -190,8 +190,9 @@ def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim:
 
 
 def test_float16_of_every_value() -> None:
-    """A rotation by an angle of 0 that is computed, not copied, leaves every finite float16 value unchanged. Rounding
-    is to nearest even."""
+    """A rotation by an angle of 0 leaves every finite float16 value unchanged, even if flexkv computes the rotation and
+    does not just copy. Rounding is to nearest even.
+    """
     rotation = KeyRotation(RopeSpec(2, 2, 10_000.0), 1, "float16", np.zeros(1))
     values = np.arange(65_536, dtype=np.uint16).view(np.float16)
     values = values[np.isfinite(values)]

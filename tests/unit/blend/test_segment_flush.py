@@ -1,4 +1,4 @@
-"""A segment cache reports whether all its pages are on disk, and which other cache uses its folder."""
+"""A segment cache reports whether all its pages are on disk. It also reports which other cache uses its folder."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SEGMENTS = FIRST, SECOND
 LAST = RANGES[-1]
 WAIT_S = 0.4
 AT_ONCE_S = 0.3
-"""Seconds for which a control waits for something that must not happen."""
+"""Seconds for which a control test waits for something that must not happen."""
 
 
 @pytest.fixture

@@ -117,7 +117,9 @@ def test_a_released_load_is_an_error_and_no_row(cache: SegmentCache, host: RowDe
 
 
 class Gate:
-    """Makes TurnedRows whose sources for layer `layer` wait until `go_on` is set or, if `error` is given, raise it."""
+    """Makes TurnedRows with sources that wait: the sources for layer `layer` wait until `go_on` is set or, if `error`
+    is given, raise it.
+    """
 
     def __init__(self, layer: int, error: Exception | None = None) -> None:
         self.layer, self.error, self.go_on = layer, error, threading.Event()
@@ -203,7 +205,7 @@ def test_memory_is_that_of_two_layers(cache: SegmentCache) -> None:
     row, count = (
         (SHAPE.heads, SHAPE.head_dim),
         280,
-    )  # positions 40 to 319, including the gap between the two ranges
+    )  # rows for positions 40 to 319, including the gap between the ranges
     # The first buffer was for the check of the tables, and is free again. The other two hold one layer each.
     assert [buffer.shape for buffer in device.buffers] == [(count, *row), (2, count, *row), (2, count, *row)]
 

@@ -108,7 +108,7 @@ class TurnedWorld:
         return out
 
     def same(self, expected: list[NDArray[Any]]) -> bool:
-        """Whether `memory` equals `expected` in every bit of every slot."""
+        """Returns whether `memory` equals `expected` in every bit of every slot."""
         return all(
             np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
             for a, b in zip(self.memory, expected, strict=True)

@@ -1,4 +1,4 @@
-"""Every benchmark that `make bench` runs accepts the option `--json`, with which it is called."""
+"""`make bench` calls each benchmark with the option `--json`, and every benchmark accepts this option."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def unit_settings(path: Path) -> configparser.ConfigParser:
 
 
 def commands() -> dict[str, list[str]]:
-    """Returns the command line of every server in deploy/, by the name of its unit file or its compose service."""
+    """Returns the command line of every server in deploy/, by the name of the server's unit file or compose service."""
     found = {path.name: shlex.split(unit_settings(path)["Service"]["ExecStart"]) for path in UNITS}
     return found | {name: service["command"] for name, service in compose()["services"].items()}
 

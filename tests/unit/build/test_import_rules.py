@@ -74,7 +74,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     },
 }
 CONTROL_PLANE = ("base", "keys", "stores", "ledger", "checks", "tiers", "moves", "promise", "manager")
-"""Files and folders of `flexkv/cache`, from the lowest layer to the highest. Each may import only those before it."""
+"""Files and folders of `flexkv/cache`, from the lowest layer to the highest. Each entry may import only the entries
+before it.
+"""
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"vllm", "torch"}),
@@ -82,11 +84,13 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
     "torch_tensors": frozenset({"torch"}),
 }
-"""For each adapter, the engines that it may import. The adapters' shared code (`adapters/common`) may import none."""
+"""For each adapter, the engines that it may import. The code that adapters share (`adapters/common`) may import no
+engine.
+"""
 TENSORS = "torch_tensors"
-"""The one adapter that other adapters may import, if they may import torch."""
+"""The only adapter that other adapters may import. They may import it only if they may import torch."""
 BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
-"""For each benchmark file, the modules that it may import because flexkv is compared with them."""
+"""For each benchmark file, the modules that it may import because the benchmark compares flexkv with them."""
 NAMED_BY_ENGINES = (
     "flexkv.adapters.vllm",
     "flexkv.adapters.vllm.plugin",

@@ -1,4 +1,4 @@
-"""A build reports its progress, and shows the compiler's messages."""
+"""While a build runs, it reports its progress and shows the compiler's messages."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SECTION = "## What units share"
 OUTSIDE = ("os.environ", "os.putenv", "signal.signal")
-"""Beginnings of expressions that access state of the process, rather than flexkv's own."""
+"""Beginnings of expressions that access state of the complete process, not only of flexkv."""
 READERS = frozenset({"get", "items", "copy", "__contains__"})
 OWN_PROCESSES = frozenset({"flexkv/plugins/keeper/__main__.py", "flexkv/remote/helper/__main__.py"})
 """Programs that run as separate processes of flexkv, in which no engine's code runs."""

@@ -35,7 +35,7 @@ PAGES = [
 ]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#]*)(?:#([^)]*))?\)")
 README_WORDS = 500
-"""The most words that README may have, without its commands. A person reads them in two minutes."""
+"""The largest number of words of README, without its commands. A person reads this many words in two minutes."""
 ONE_MINUTE_WORDS = 250
 """Number of words that a person reads in one minute."""
 

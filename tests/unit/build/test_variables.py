@@ -37,10 +37,11 @@ READERS = {
     "flexkv/peers/runtime_folder.py": "`XDG_RUNTIME_DIR`, the folder of the user's own sockets (docs/one-cache.md)",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
-"""For each file of the product that reads the environment, which variables it reads. Among them are variables of
+"""For each file of the product that reads the environment, the variables that it reads. Among them are variables of
 launchers (docs/tensorrt-llm.md), one of SGLang (docs/identity.md), one that prometheus_client reads too
 (docs/metrics.md), and those that Mooncake's library reads. Files that start a process read all variables, because the
-process inherits them."""
+process inherits them.
+"""
 
 
 def reads() -> Iterator[tuple[str, str]]:

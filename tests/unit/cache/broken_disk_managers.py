@@ -67,7 +67,7 @@ class PublishesFailedWrites(LocalCacheManager):
 
 
 class ReusesSlotsBeingWritten(LocalCacheManager):
-    """A broken manager that lets host slots be evicted while a write to disk still reads them."""
+    """A broken manager that lets host slots be evicted while a write to disk still reads these slots."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +90,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
 
 class ReusesPlacesBeingRead(LocalCacheManager):
-    """A broken manager that lets disk slots be evicted and written again while a read still needs them."""
+    """A broken manager that lets disk slots be evicted and written again while a read still needs these slots."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

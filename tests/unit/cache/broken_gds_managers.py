@@ -84,14 +84,14 @@ class BrokenGdsStores(LocalCacheManager):
 
 
 class SealsFailedStripes(BrokenGdsStores):
-    """A broken manager that writes the trailers of pages even if they failed on a rank."""
+    """A broken manager that writes the trailers of pages even if the pages failed on a rank."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, good | op.failed)
 
 
 class SealsRevokedPages(BrokenGdsStores):
-    """A broken manager that writes the trailers of pages even if they were computed from a load that failed."""
+    """A broken manager that writes the trailers of pages even if the pages were computed from a load that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,8 +149,8 @@ class KeepsFailedSeals(BrokenGdsStores):
 
 
 class KeepsPagesWithBadContent(LocalCacheManager):
-    """A broken manager that treats every page that failed in a GDS load as NOT_EXECUTED, so that pages with wrong
-    content stay.
+    """A broken manager that replaces the failure cause of every page of a GDS load by NOT_EXECUTED, so that pages with
+    wrong content stay on disk.
     """
 
     def complete(self, rank: int, result: OpResult) -> Any:

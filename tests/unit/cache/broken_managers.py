@@ -19,8 +19,8 @@ from flexkv.transfer.graph import OpId, OpResult
 def caught_by(
     configs: Iterable[SimulationConfig], manager_class: type[LocalCacheManager], integrity_every: int = 0
 ) -> str:
-    """Runs simulations with a broken manager. Returns the error of the first one that catches it; empty if none
-    does.
+    """Runs simulations with a broken manager. Returns the error of the first simulation that catches the manager, or an
+    empty string if none does.
     """
     for config in configs:
         try:
@@ -31,7 +31,7 @@ def caught_by(
 
 
 class IndexProxy:
-    """A native index, some of whose methods are replaced."""
+    """A native index with some of its methods replaced."""
 
     def __init__(self, index: Any, **replaced: Callable[..., Any]) -> None:
         self._index = index
@@ -232,7 +232,7 @@ class StoresInLostOrder(LocalCacheManager):
 
 
 class PromisesAgainWhatFailed(LocalCacheManager):
-    """A broken manager that promises a request the same pages again after the request's own load of them failed."""
+    """A broken manager that, after a request's load failed, promises the request the failed pages again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

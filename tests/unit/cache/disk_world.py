@@ -52,8 +52,8 @@ def blocks_by_tier(result: MatchResult) -> tuple[int, ...]:
 
 
 class DiskWorld:
-    """A manager with host memory and simulated disks; the test acts as the engine and as the disk lane. Each group has
-    `slots` host slots and `places` disk slots. The symbol that stands for a page's bytes is its key.
+    """A manager with host memory and simulated disks. The test acts as the engine and as the disk lane. Each group has
+    `slots` host slots and `places` disk slots. The page's key is the symbol that stands for the page's bytes.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class DiskWorld:
         return graph
 
     def load(self, blocks: int, name: str = "r") -> TransferOp:
-        """Begins a load into engine blocks 0 to `blocks` - 1. Returns its only op."""
+        """Begins a load of the promised blocks into engine blocks 0 to `blocks` - 1. Returns the load's only op."""
         (op,) = self.begin(list(range(blocks)), name).ops
         return op
 
@@ -178,7 +178,9 @@ class DiskWorld:
             assert self.host[0][slot] == (0, key.tobytes())
 
     def hits(self, keys: Keys, name: str = "r") -> int:
-        """Looks up blocks until no fetch is left to wait for. Returns how many are promised, and releases them."""
+        """Looks blocks up again until the request need not wait for a fetch. Returns how many blocks are promised, and
+        releases them.
+        """
         result = self.match(keys, name)
         while result.reads:
             self.run()
@@ -215,7 +217,7 @@ class DiskWorld:
         self.manager.check_integrity()
 
     def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:
-        """Plans and runs ops until none is left. Returns their kinds."""
+        """Plans and runs ops until no op is left. Returns the kinds of the ops."""
         kinds = []
         while ops := self.take():
             for op in ops:

@@ -45,7 +45,7 @@ def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> b
 
 
 SPARE_SHARE = 16
-"""If spare blocks take more than one slot in this many, they are evicted first."""
+"""If spare blocks take more than one of this many slots, they are evicted first."""
 
 Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
 

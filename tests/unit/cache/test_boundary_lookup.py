@@ -78,7 +78,7 @@ class FullFromTheMiddle(Rule):
 
 
 class World:
-    """Groups with random rules, and tiers that have random parts of one request's pages."""
+    """Groups with random rules, and tiers that hold random subsets of one request's pages."""
 
     def __init__(self, rng: random.Random, rule: type[Rule] = Rule) -> None:
         self.rng = rng

@@ -49,7 +49,7 @@ class End(Case):
 
     def check_nothing_is_left(self) -> None:
         if self.op is not None and self.op.op_id in self.world.manager.tables.ops:
-            self.call()  # the call was interrupted before it took the result
+            self.call()  # the interrupted call had not taken the result yet
         super().check_nothing_is_left()
 
 

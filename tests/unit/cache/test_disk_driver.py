@@ -30,7 +30,7 @@ class FakePlane:
         self.error: Exception | None = None
         self.close_error: Exception | None = None
         self.strange: list[OpResult] = []
-        """Results that `poll` returns just before the next real one."""
+        """Unexpected results that `poll` returns just before the next real result."""
         self.queue: list[TransferGraph] = []
         self.submitted = 0
         self.closed = False

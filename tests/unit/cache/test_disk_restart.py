@@ -24,7 +24,9 @@ DEADLINE_S = 60.0
 
 
 class Restarts:
-    """Opens a disk tier on the same two folders again and again. The wall clock is scripted."""
+    """Opens a disk tier on the same two folders several times, like consecutive processes. The wall clock is
+    scripted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 1_000_000.0

@@ -26,7 +26,7 @@ SEEDS = 4
 
 
 class Diverged(AssertionError):
-    """Raised when the index and the model differ."""
+    """Raised when the index and its model differ."""
 
 
 class Pair:

@@ -22,7 +22,9 @@ from tests.unit.cache.disk_world import chain
 from tests.unit.cache.test_tier_seam import ToyTier, store
 
 Call = tuple[str, str, float]
-"""A call of a reset to a tier: the phase, the tier's name, and the time by which the phase must end."""
+"""A call with which a reset begins or finishes in a tier: the phase, the tier's name, and the time by which the phase
+must end.
+"""
 
 
 class WatchedReset:

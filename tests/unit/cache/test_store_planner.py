@@ -64,7 +64,7 @@ class Request(StoreRequest):
     tokens: list[int]
     namespace: bytes = NAMESPACE
     generated: int = 0
-    """How many tokens at the end of `tokens` were generated. The tokens before them are the prompt."""
+    """Number of generated tokens at the end of `tokens`. The tokens before them are the prompt."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -404,7 +404,7 @@ def left_by(engine: Engine, name: str, namespace: bytes, found: int = 0) -> list
     """Runs a request of two blocks, of which it finds `found` in the engine's own cache. Returns the blocks that are
     stored at the request's end.
     """
-    engine.pool.free.clear()  # the engine has reused its free blocks
+    engine.pool.free.clear()  # from this line on, the engine has reused its free blocks
     request = engine.start(name, range(8), 50)
     request.namespace, request.own_from = namespace, found
     engine.step((request, 8))

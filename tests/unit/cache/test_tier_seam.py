@@ -29,7 +29,9 @@ SLOTS = 16
 
 
 class ToyTier(Tier, Source, Sink):
-    """A tier with only what the manager needs from every tier. It has no memory: the test itself ends its ops."""
+    """A tier with only the methods that the manager needs from every tier. It has no memory: the test itself ends the
+    tier's ops.
+    """
 
     def __init__(self, context: TierContext) -> None:
         self.facts, self.counts = TierFacts("toy", write=WriteMode.THROUGH), TierCounts()

@@ -22,7 +22,9 @@ Coming = tuple[DiskWorld, Keys, TransferOp]
 
 
 def offer(world: DiskWorld, keys: Keys, first_engine_block: int = 20, name: str = "computed") -> StorePlan:
-    """Offers blocks for a store. A different request has computed them, in different engine blocks."""
+    """Offers blocks for a store. A request other than the loading one has computed these blocks, in other engine
+    blocks.
+    """
     blocks = np.arange(len(keys), dtype=np.int32) + first_engine_block
     plan = world.manager.begin_store(name, 0, keys, blocks, 0)
     world.manager.check_integrity()

@@ -35,8 +35,8 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A lookup's arguments. `room_pages` is the largest number of pages to find, over all groups. `coming` says whether
-    pages that ops are still filling count too.
+    """The arguments of a lookup. `room_pages` is the largest number of pages to find, over all groups. `coming` says
+    whether pages that ops are still filling count too.
     """
 
     keys: Sequence[Sequence[bytes]]

@@ -13,7 +13,9 @@ from tests.unit.cache.tier_model import Answer, Ask, Page, TierModel
 
 NOW = 1000
 SEGMENTS = ((1, 1), (1, 3), (2, 40), (60, 70), (5000, 5000))
-"""Shortest and longest length, in blocks, of the parts of a chain that a tier has and lacks in turn."""
+"""Pairs of a shortest and a longest length, in blocks. A tier has and lacks parts of a chain in turn, and the parts
+have such lengths.
+"""
 
 
 class TierWorld:

@@ -27,7 +27,7 @@ BOTH = [OpKind.H2D, OpKind.D2H]
 
 
 class Lanes:
-    """Replaces a transfer engine. An op is finished when the test calls `end`, or waits for it."""
+    """Replaces a transfer engine. An op is finished when the test calls `end` for it, or waits for it."""
 
     device = None
 

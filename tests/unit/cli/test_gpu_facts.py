@@ -32,8 +32,8 @@ class Result(IntEnum):
 
 
 class Attribute(IntEnum):
-    """The attributes that the stand-in's bindings know. They lack `numa_node`, as old bindings do, and the driver
-    returns an error for MAX_PITCH.
+    """Attributes of the stand-in's bindings. They lack `numa_node`, as old bindings do, and the driver returns an error
+    for MAX_PITCH.
     """
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16

@@ -271,7 +271,7 @@ def test_get_takes_a_key_behind_a_prefix(cli: Cli, redis: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("at", "code", "words"),
     [
-        (5, 0, "5 of 6 match"),  # not an error, as runs may differ in size
+        (5, 0, "5 of 6 match"),  # not an error, because runs may differ in size
         (-1, 1, "its trailer is damaged"),
         (6 * 1000 + 68, 1, "its trailer is damaged"),
         (6 * 1000, 1, "no trailer"),

@@ -25,8 +25,9 @@ KEY = WaysKey("GPU-1", 16, 5, "13.0", "0.1.0")
 
 
 class MadeUp:
-    """Replaces the measurement of a GPU. Its kernel copies 40 GB/s at every run length; its copy engine is faster with
-    longer runs, up to 50 GB/s."""
+    """Replaces the measurement of a GPU. The copy kernel copies 40 GB/s at every run length. The copy engine is faster
+    with longer runs, up to 50 GB/s.
+    """
 
     def __init__(self, ways: CopyWays) -> None:
         self.ways = ways

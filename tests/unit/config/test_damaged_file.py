@@ -16,7 +16,7 @@ from flexkv.errors import ConfigError
 
 SETTINGS = [name for name in SAMPLES if name not in ENGINE_FILES]
 STEP = 8
-"""Only every eighth byte is damaged, and every eighth length tried."""
+"""The tests damage only every eighth byte, and try only every eighth length."""
 
 
 def refusal(path: Path, content: bytes) -> str | None:

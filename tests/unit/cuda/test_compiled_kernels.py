@@ -23,7 +23,7 @@ READ_ARCH = "90"
 """The architecture whose PTX the tests examine."""
 
 REGISTERS = 65_536
-"""Number of registers of a multiprocessor, since compute capability 3.5."""
+"""Number of registers of a multiprocessor. It has not changed since compute capability 3.5."""
 
 VECTOR_LOAD = r"\bld(?:\.global)?(?:\.nc)?\.v(?:2\.[bu]64|4\.[bfu]32)\b"
 VECTOR_STORE = VECTOR_LOAD.replace("ld", "st", 1)

@@ -74,8 +74,9 @@ using namespace flexkv::cuda;
 
 
 def declared_values() -> set[str]:
-    """Returns the constants that driver.h declares. The name of an enumeration's constant begins with the
-    enumeration's."""
+    """Returns the constants that driver.h declares. If a constant belongs to an enumeration, its name begins with the
+    enumeration's name.
+    """
     enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", HEADER, re.S | re.M)
     inner = {
         f"{name}::{value}" for name, body in enumerations for value in re.findall(r"^\s*(k\w+) =", body, re.M)

@@ -1,4 +1,4 @@
-"""CUDA's headers and compiler. `make env-test` installs them for these tests, in a folder of the environment."""
+"""Finds CUDA's headers and compiler. `make env-test` installs them for these tests, in a folder of the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def require(path: Path) -> None:
 
 def compile_with_headers(source: str, major: int) -> subprocess.CompletedProcess[str]:
     """Runs the C++ compiler on `source`, with this project's headers and those of CUDA `major`. The compiler only
-    checks the code."""
+    checks the code and generates none.
+    """
     for folder in INCLUDES[major]:
         require(folder)
     program = (compiler() or "g++").split()

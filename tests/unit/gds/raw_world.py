@@ -40,11 +40,11 @@ class Case:
     files: int = 1
     round_robin: int = 1
     kv_outermost: bool = False  # a layer of a vLLM pool is [kv][block] instead of [block][kv]
-    ranks: int = 1  # ranks that share a file chunk
+    ranks: int = 1  # number of ranks that share a file chunk
     rank: int = 0
     gap: int = 0
     align: int = 1  # alignment of block strides, in bytes
-    element_bytes: int = 1  # a chunk holds whole elements
+    element_bytes: int = 1  # a chunk consists of complete elements
     io: str = "auto"
 
     @property

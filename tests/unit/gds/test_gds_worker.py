@@ -17,7 +17,7 @@ LAYERS, CHUNK, BLOCKS = 5, 4096, 10
 
 
 class Rank:
-    """A pool in plain memory in one of vLLM's layouts, [layer][kv][block][chunk], and its files."""
+    """A pool in plain memory in one of vLLM's layouts, [layer][kv][block][chunk], and the files of its rank."""
 
     def __init__(self, folder: Path) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, (LAYERS, 2, BLOCKS, CHUNK), np.uint8)

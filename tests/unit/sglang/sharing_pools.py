@@ -135,7 +135,9 @@ class Engine:
         self.cache.manager.release("s")
 
     def find(self, hashes: list[str]) -> int:
-        """Looks blocks up, and fetches those on disk. Returns the number of leading blocks that can be loaded."""
+        """Looks blocks up, and waits until those on disk are fetched. Returns the number of leading blocks that can be
+        loaded.
+        """
         found = self.cache.match("r", self.keys(hashes), 30.0)
         self.cache.manager.check_integrity()
         return found
@@ -144,7 +146,7 @@ class Engine:
         return self.cache.keys(hashes)
 
     def load(self, hashes: list[str], blocks: list[int]) -> bool:
-        """Loads blocks that were found. Returns whether all of them arrived."""
+        """Loads blocks that a lookup has found. Returns whether all of them arrived."""
         index = self.loads.start({"r": QueuedLoad(self.keys(hashes), np.array(blocks, np.int32))}, None)
         self.loads.set_consumer(index)
         for layer in range(LAYERS):

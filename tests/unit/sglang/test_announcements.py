@@ -32,7 +32,9 @@ IDENTITY = bytes(32)
 
 
 class Page(str):
-    """The record of a page: the page's hash, and the name of whoever announced it."""
+    """Stands for SGLang's record of a page: the page's hash, and a name that shows from which announcement the record
+    came.
+    """
 
     by: str
 
@@ -129,7 +131,7 @@ class Announced:
         self.router = router
         self.told = self.world.cache.announce(IDENTITY)
         self.shortened = 0
-        """Number of lookups that lost pages which they were about to read."""
+        """Number of lookups that lost pages that they were about to read from disk."""
         self.resets = 0
         self._random = random.Random(seed)
 

@@ -1,10 +1,10 @@
-"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here. It calls the connector as the
-engine's connector manager and executor loop do, in their order and with their checks. The pool is block-first, in plain
-memory.
+"""A stand-in for TensorRT-LLM's executor, because the test environment cannot install its package. The stand-in calls
+the connector as the engine's connector manager and executor loop do, in their order and with their checks. The pool is
+block-first, in plain memory.
 
 The "model" writes the expected numbers into the pool. Before it computes a chunk, it compares all earlier positions of
-the request with the expected numbers. Freed blocks are filled with garbage, so a copy out of a freed block, or a block
-that was not loaded, is noticed.
+the request with the expected numbers. Freed blocks are filled with garbage, so the comparison notices a copy out of a
+freed block, or a block that was not loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.unit.tensorrt_llm.request import Request
 
 @dataclass(frozen=True)
 class Version:
-    """Differences between the engine's versions in how they call the connector.
+    """Differences between versions of the engine in their calls of the connector.
 
     Attributes:
         waits: whether the engine calls `wait_for_initialization`.

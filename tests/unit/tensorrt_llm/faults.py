@@ -1,4 +1,4 @@
-"""Movers whose copies fail or stall."""
+"""Makes movers whose copies fail or stall."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests the connector with the package of one generation, in a separate process, because flexkv's classes get their
-base classes from the package when they are imported.
+"""A program that tests the connector with the package of one generation. It runs in a separate process, because
+flexkv's classes get their base classes from the package when they are imported.
 
 python -m tests.unit.tensorrt_llm.generation_child GENERATION FOLDER
 """

@@ -6,7 +6,7 @@ import pickle
 from typing import Any, Protocol
 
 LONG_S = 120.0
-"""If an executor is still busy after this many seconds, it is stuck."""
+"""Seconds after which an executor that is still busy counts as stuck."""
 
 
 class Group(Protocol):
@@ -31,7 +31,7 @@ class Alone:
 
 
 class Pair:
-    """Two ranks in two processes that are connected by a pipe."""
+    """A group of two ranks in two processes that are connected by a pipe."""
 
     def __init__(self, rank: int, pipe: Any) -> None:
         self.rank = rank

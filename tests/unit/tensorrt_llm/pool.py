@@ -19,8 +19,8 @@ GARBAGE = 0x7FA5A5A5
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a pool, [blocks, layers, kv, heads * tokens * size]. Elements have 4 bytes; with fp8 there are four
-    times as many elements of one byte.
+    """The shape of a pool, [blocks, layers, kv, heads * tokens * size]. An element has 4 bytes. With fp8 the engine
+    passes four elements of one byte in place of each element.
 
     Attributes:
         fp8: whether the engine passes elements of one byte.
@@ -36,8 +36,8 @@ class Shape:
 
 
 class HostTensor:
-    """The attributes and methods of a torch tensor that the connector uses, over an array. Importing torch would cost
-    each process seconds.
+    """Stands for a torch tensor over an array, with the attributes and methods that the connector uses. Importing torch
+    would take seconds in each process.
     """
 
     device = SimpleNamespace(type="cpu", index=None)

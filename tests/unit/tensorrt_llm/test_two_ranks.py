@@ -1,4 +1,6 @@
-"""Two ranks in two processes. Each has its own heads, and no block is used before both ranks' copies have ended."""
+"""Tests two ranks in two processes. Each rank has its own heads, and no block is used before the copies of both ranks
+have ended.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def latent_hits(world: World) -> int:
 
 
 stalling: list[Any] = []
-"""In the process of rank 1: its mover, whose copies stall. Elsewhere empty."""
+"""In the process of rank 1, this list holds rank 1's mover, whose copies stall. In other processes it is empty."""
 
 
 def stalls_on_rank_1() -> Any:

@@ -63,7 +63,7 @@ class World:
     """One rank: an executor and the connector's classes.
 
     Args:
-        movers: makes the mover of this rank's lanes. None: the product's mover.
+        movers: makes the mover of this rank's lanes. None means the product's mover.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def lookup(world: World) -> int:
 
 
 def end(world: World, request: Request) -> None:
-    """Ends a request that the executor does not know. None of the executor's own requests may wait meanwhile."""
+    """Ends a request that the executor does not know. Meanwhile, no request of the executor may wait."""
     assert world.scheduler is not None
     if not world.scheduler.request_finished(request, request.blocks):
         return
