@@ -341,7 +341,7 @@ def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
     blending: Any, copies: Copies, cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that hangs delays a forward pass by at most two deadlines. The pass waits once for the layer, and once
-    to close all pipelines: after the first pipeline's close has used up the deadline, the close of the second does not
+    to close all pipelines. After the first pipeline's close has used up the deadline, the close of the second does not
     wait.
     """
     go_on = threading.Event()

@@ -97,9 +97,9 @@ class PlannedStep:
 def forwards_of(
     engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
 ) -> list[list[str]]:
-    """Runs one step per plan ("" means no plan). Returns, for each step, the plans that three forward passes used: the
-    pass of the target model, the pass of the draft model, and a pass after the step, like the dummy pass of an idle
-    rank.
+    """Runs one step per plan ("" means no plan). Each step has three forward passes: of the target model, of the draft
+    model, and one after the step, like the dummy pass of an idle rank. Returns for each step the plans that these
+    passes used.
     """
     pages = SimpleNamespace(
         take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None
@@ -308,7 +308,7 @@ def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
     monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
 ) -> None:
     """If only one rank does not find a chunk's rows or segments, both ranks compute the chunk fully. In the control the
-    ranks do not agree on the chunks, and one computes fewer rows than the other.
+    ranks do not agree on the chunks, and one rank computes fewer rows than its peer.
     """
     rank = Rank(BOTH, "a", "b")
     other.forward.ran.clear()

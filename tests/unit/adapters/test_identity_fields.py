@@ -261,7 +261,7 @@ def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str],
     usual = keys(config)
     assert keys(copy.copy(config)) == usual
     there = {item.name for item in fields(class_of(table))}
-    # An object with a table of its own is not compared here, because its own table compares it field by field.
+    # An object with its own table is left out, because that table compares the object field by field.
     unused = there.intersection(left_out(table)).difference(left_out(table, OWN_TABLE))
     return (
         [

@@ -128,9 +128,9 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """A handshake with another pool is refused for a rank that has a pool, so that a worker of an engine with the same
-    name is not taken for this rank. The control: a rank may repeat its handshake, once at the start and once in the
-    first step's report.
+    """If a rank has a pool, a handshake with another pool is refused for it. Otherwise a worker of another engine with
+    the same name could be taken for the rank. The control: a rank may repeat its handshake, once at the start and once
+    in the first step's report.
     """
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)

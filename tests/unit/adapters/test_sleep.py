@@ -25,7 +25,7 @@ from tests.unit.transfer.transfer_world import STALL
 PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
 SHORT = {"transfer.close_s": 0.05, "load.deadline_s": 60.0}
-"""Settings with which the worker soon cancels a stalled copy when the engine wants to sleep."""
+"""Settings with which the worker soon cancels a stalled copy when the engine goes to sleep."""
 
 Make = Callable[..., SleepingEngine]
 

@@ -197,8 +197,8 @@ def test_a_request_whose_load_failed_is_looked_up() -> None:
 
 
 def test_a_tail_that_is_still_fetched_stays_leased() -> None:
-    """If a request waits for the fetch of its partial tail, the manager does not answer from the leases of the full
-    blocks alone, but looks the request up again.
+    """If a request waits for the fetch of its partial tail, the manager looks the request up again. It does not use the
+    leases of the full blocks alone.
     """
     world = written(KEYS)
     assert world.hits(KEYS, "before") == 6

@@ -49,9 +49,9 @@ def counted(lines: list[int]) -> Iterator[None]:
 
 
 def lines_of(blocks: int, measured: bool) -> list[int]:
-    """Returns the number of lines that run in each step of a request with `blocks` blocks: a store's end, the write's
-    end, lookups that hit disk, the read's end, and the promise. If `measured` is set, the manager knows how long reads
-    and steps take.
+    """Returns the number of lines that run in each step of a request with `blocks` blocks. The steps are a store's end,
+    the write's end, lookups that hit disk, the read's end, and the promise. If `measured` is set, the manager knows how
+    long reads and steps take.
     """
     lines: list[int] = []
     world = DiskWorld(slots=2 * blocks, places=2 * blocks, mode=WriteMode.THROUGH)

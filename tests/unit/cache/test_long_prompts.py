@@ -1,5 +1,5 @@
-"""If the pages of a prompt do not all fit in host memory at once, the request gets the longest hit that does fit, and
-flexkv reads nothing that no hit can use. The tests have groups that need different pages.
+"""If the pages of a prompt do not all fit in host memory at once, the request gets the longest hit that fits. flexkv
+reads nothing that no hit can use. The tests have groups that need different pages.
 """
 
 from __future__ import annotations

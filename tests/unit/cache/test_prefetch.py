@@ -237,8 +237,8 @@ def test_several_groups_are_prefetched_together() -> None:
 
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
-    """No page is prefetched if one of the groups has a window: which pages of a window group are needed is known only
-    when the end of the hit is known.
+    """No page is prefetched if one of the groups has a window. The pages that a window group needs are known only when
+    the end of the hit is known.
     """
     world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]

@@ -170,8 +170,8 @@ class TierModel:
         return []
 
     def _ways(self, ask: Ask, group: int, key: bytes) -> Iterator[tuple[int, State, int]]:
-        """Yields the states in which a lookup may find `key`, in order of preference: a tier, the page's state in this
-        tier, and whether the page then counts as READY or COMING.
+        """Yields the tiers in which a lookup may find `key`, in order of preference. With each tier it yields the state
+        that the page must have, and whether the page then counts as READY or COMING.
         """
         for tier in self.order(ask):
             yield tier, "ready", READY
