@@ -148,7 +148,8 @@ class Case:
 
 
 def measure(case: Case, scatter: bool, rounds: int) -> dict[str, float]:
-    """Returns the median GB/s of every method. Each round runs each method once, so that noise affects all alike."""
+    """Returns the median GB/s of every method. Each round runs each method once, so that noise affects all methods
+    alike."""
     methods: dict[str, Method] = {
         "flexkv": case.ours(scatter),
         "flat_pages": case.flat(scatter, whole=False),

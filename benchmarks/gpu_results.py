@@ -30,7 +30,7 @@ from benchmarks.gpu_stages import ENDING_S, State, run_stage
 PAGE_NAME = "gpu-results.md"
 """The file that `render` writes into the folder of results. docs/gpu-results.md is written by hand from such pages."""
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
-"""Pages with tables that say what has run on which hardware."""
+"""Pages with tables that list, for each feature, the hardware on which it has run."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
 """Matches a row of the tables in the `STATUS` pages whose subject has not run on a GPU."""
 

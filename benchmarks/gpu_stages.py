@@ -107,7 +107,7 @@ def run_stage(
     Args:
         folder: folder of results; created if it does not exist.
         machine: facts about this machine, by name.
-        not_here: what this machine cannot run, in all stages, and why.
+        not_here: measurements of all stages that this machine cannot run -> the reason.
         again: whether to run steps again that have a result.
         began_s: when the stage's time began, by `time.monotonic`; None if it begins now.
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.gpu_files import UnreadableError, reading
 
 RESULT = "vllm-beside.json"
-"""Name of that benchmark's result file in a folder of results."""
+"""Name of the result file of `benchmarks.vllm_beside_gpu` in a folder of results."""
 PARTS = ("p50", "p90", "p99", "max", "connector_p50")
 STEPS = ("decoding steps", "quiet steps", "decoding steps beside stores", "decoding steps beside loads")
 

@@ -32,7 +32,7 @@ KIB, MIB = 1 << 10, 1 << 20
 KV = 2
 SLOTS = 16
 GOAL_RATIO = 1.3
-"""The CPU time of a staged read may be at most this multiple of that of a bare read and one copy."""
+"""The CPU time of a staged read may be at most this multiple of the CPU time of a bare read and one copy."""
 GOAL_ROUNDS = 9
 """Minimum number of interleaved rounds for a verdict. On a shared machine single rounds differ by a third."""
 
@@ -75,7 +75,7 @@ class Case:
         )
 
     def bare(self) -> None:
-        """The baseline: reads every block with one call, and copies it once."""
+        """The baseline: reads every block from the file into a buffer with one call, and copies it to the pool once."""
         size = self.block_bytes
         pool, slots = self.pool.ctypes.data, self.slots.ctypes.data
         views = [self.slots[i * size : (i + 1) * size].data for i in range(SLOTS)]

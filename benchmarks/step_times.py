@@ -108,7 +108,7 @@ def _meets(step: Step, copy: Copy) -> bool:
 
 
 def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
-    """Describes what happened during a step."""
+    """Describes the loads, stores and other work during a step, which may explain its time."""
     found = []
     if step.prefill_tokens:
         found.append(f"computed {step.prefill_tokens} tokens of other requests")

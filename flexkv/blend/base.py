@@ -1,7 +1,7 @@
 """The basic types of blending: a prompt's segments, the shape of their cached KV, and a lookup's hits.
 
-The keys and values of a segment are computed from the segment alone, and cached as if it began at position 0. So what
-is cached for a segment depends only on its tokens and the namespace. When a prompt contains the segment, the cached
+The keys and values of a segment are computed from the segment alone, and cached as if it began at position 0. So the
+cached rows of a segment depend only on its tokens and the namespace. When a prompt contains the segment, the cached
 keys are rotated to the segment's position in the prompt. The cached rows do not reflect the text before the segment, so
 some of them are computed again (`BlendPlan`). If a promised page does not arrive, the load reports the page's segment
 as lost, and the prompt is computed without the cached rows of that segment.
@@ -30,7 +30,8 @@ class Segment:
 
     Attributes:
         tokens: int64 [tokens].
-        reusable: whether the segment may be cached and reused. Separators may not; they are computed in every prompt.
+        reusable: whether the segment may be cached and reused. Separators are not reusable; they are computed in every
+            prompt.
     """
 
     tokens: Tokens

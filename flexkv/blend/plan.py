@@ -19,12 +19,12 @@ class BlendPlan:
     """How many of the reused rows are computed again.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
-    freshly computed key, and selects the rows whose keys differ most. From a check layer on, only the selected rows are
-    computed, and those that the cache does not cover.
+    freshly computed key, and selects the rows whose keys differ most. From a check layer on, only the selected rows and
+    the rows that the cache does not cover are computed.
 
     Attributes:
-        check_layers: numbers of the check layers, ascending. Layer 0 cannot be one, because its keys do not depend on
-            the text before.
+        check_layers: numbers of the check layers, ascending. Layer 0 cannot be a check layer, because its keys do not
+            depend on the text before the segment.
         ratios: for each check layer, the share of all reused rows that is computed from that layer on; the shares must
             not increase. If the first ratio is 0, nothing is checked, and reused rows are used unchanged in every
             layer.

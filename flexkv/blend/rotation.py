@@ -42,7 +42,7 @@ class RowPlaces:
 
 @dataclass(frozen=True, slots=True)
 class TurnTable:
-    """How each row of a batch is rotated.
+    """The rotation of each row of a batch of rows.
 
     Attributes:
         of_row: for each row its rotation, an index into `turns`, or ZERO_ROW or COPY_ROW; int32 [rows].
@@ -149,7 +149,7 @@ class KeyRotation:
         target_places: RowPlaces,
         table: TurnTable,
     ) -> None:
-        """Checks arguments for `apply` without copying anything. Here the tables must be in host memory.
+        """Checks arguments for `apply` without copying anything. For this check, the tables must be in host memory.
 
         Raises:
             GeometryError: dimensions, strides or dtypes are impossible, or source and target overlap.

@@ -44,7 +44,7 @@ FLUSH_LOOK_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class SegmentFolders:
-    """Where and how a segment cache keeps pages beyond host memory.
+    """Settings for the disk folders in which a segment cache keeps pages, in addition to host memory.
 
     Attributes:
         disk: the settings of the disk tier; if they name no folders, pages are only in host memory.
@@ -74,8 +74,8 @@ class SegmentUnit:
     """The unit of one segment cache. Only the cache's thread may call it. Only the constructor, `wait_while`, `flush`
     and `close` may wait.
 
-    The engine computes the pages that a load does not deliver. The unit never skips a load because computing would be
-    faster, because the speed of the model is not measured.
+    The engine computes the pages that a load does not deliver. The unit loads cached pages even if computing them would
+    be faster, because it does not measure the model's speed.
 
     Args:
         shape: shape of the model's KV.
@@ -84,7 +84,7 @@ class SegmentUnit:
         view: the view of the staging pool, which determines the runs of a page.
         pages: number of pages of the staging pool, and the largest number of pages that may be in flight.
         namespace: digest of everything that separates two callers, 32 bytes. Each namespace has its own folders.
-        folders: where pages are kept beyond host memory.
+        folders: settings for the disk folders that keep pages in addition to host memory.
         ops: how many reads one lookup may plan.
         deadline_s: how long each wait may last, in seconds.
 
@@ -139,7 +139,7 @@ class SegmentUnit:
         self.live.grow()
         self._moved = {"read": 0, "write": 0}
         self._survives: bool | None = None
-        """The result of `close`; None before."""
+        """The result of the first call of `close`; None before that call."""
 
     @property
     def _down(self) -> bool:

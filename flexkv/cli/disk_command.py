@@ -1,4 +1,4 @@
-"""`flexkv disk`: lists what the disk tier keeps, and deletes it."""
+"""`flexkv disk`: lists the units whose pages the disk tier keeps, and deletes units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the answers of `cuda.bindings.driver`, whose functions return tuples that start with an error code."""
+"""Checks the results of functions of `cuda.bindings.driver`, which are tuples that start with an error code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DriverRefused(Exception):
 
 
 def done(answer: tuple[Any, ...], call: str) -> Any:
-    """Returns the value that follows the error code in a call's answer; None if no value follows.
+    """Returns the value that follows the error code in `answer`, the result of a call; None if no value follows.
 
     Raises:
         DriverRefused: the error code is not 0.

@@ -36,7 +36,7 @@ def gpu_driver_is_loaded(root: Path = Path("/")) -> bool:
 
 
 def hints(machine: Machine) -> list[str]:
-    """Returns one line per hint: what was found, what it costs, and the command that changes it."""
+    """Returns one line per hint. It names the finding, the cost of it, and the command that makes the change."""
     found = []
     if machine.private_pages == "never":
         found.append(

@@ -58,11 +58,11 @@ def _print(facts: Facts) -> None:
         console.print(f"warning: another package provides `flexkv` here: {words}", soft_wrap=True)
     for kind in ("problem", "hint"):
         for words in facts[f"{kind}s"]:
-            console.print(f"{kind}: {words}", soft_wrap=True)  # unbroken, so that commands can be copied
+            console.print(f"{kind}: {words}", soft_wrap=True)  # not wrapped, so that commands can be copied
 
 
 def rows(facts: Facts) -> dict[str, str]:
-    """Returns the facts as text: name of a row -> what it says."""
+    """Returns the facts as text: name of each row -> text of the row."""
     package = facts["flexkv"]
     found = {"flexkv": f"{package['version']} from {package['folder']}", "python": facts["python"]}
     if facts["native_core"] is None:
@@ -118,8 +118,8 @@ def _cufile_words(cufile: Facts) -> str:
 
 
 def copy_ways_words(ways: Facts) -> str:
-    """Says for each GPU the lengths of the runs that a kernel copies instead of the copy engine, and the table that
-    decides.
+    """Describes for each GPU which run lengths a kernel copies in place of the copy engine, and names the table that
+    decides this.
     """
     said = []
     for table in ways["tables"]:

@@ -155,7 +155,7 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
     """
     huge = memory.huge_page_bytes * memory.huge_pages_free
     host_bytes: int | None = None
-    with contextlib.suppress(FlexKVError):  # the error is among the problems
+    with contextlib.suppress(FlexKVError):  # the list of problems has the error
         host_bytes = resolve_host_bytes(config, 1, memory.usable, huge)
     refusal = c_ext.uring_refusal()
     return {
@@ -227,7 +227,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
     ]
     root = os.stat("/").st_dev
     for folder in disk.folders:
-        with contextlib.suppress(OSError):  # the error is among the problems
+        with contextlib.suppress(OSError):  # the list of problems has the error
             if not Path(folder).exists() and device_of(Path(folder)) == root:
                 found.append(
                     f"{folder} is not there and would lie on the root file system: is its disk mounted?"

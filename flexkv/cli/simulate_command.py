@@ -67,7 +67,7 @@ def command(
 
 
 def number(value: float) -> float:
-    """Returns `value`.
+    """Returns `value` if it is a number, not NaN.
 
     Raises:
         BadParameter: `value` is NaN, which click accepts in any range.

@@ -29,8 +29,8 @@ NUMBERS = {
     "float_parsing": "a number",
     "float_type": "a number",
 }
-"""Kind of pydantic's error for a value that is not a number, or not a whole one -> what was expected. The message adds
-the bounds."""
+"""Kind of pydantic's error for a value that is not a number, or not a whole number -> the expected value in words. The
+message adds the bounds."""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:

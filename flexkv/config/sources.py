@@ -190,7 +190,7 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
             )
         seen[name] = key_node
         if isinstance(value_node, yaml.MappingNode):
-            if where:  # no setting is nested deeper, and a recursive anchor would never end
+            if where:  # settings are one section deep, and a recursive anchor would never end
                 raise ConfigError(
                     f"{_at(path, value_node)}: {name!r} is a mapping; settings lie one section deep"
                 )

@@ -153,7 +153,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
             raise _refusal(f"{name} are {mine} and {theirs}")
     assert source.order is not None
     assert target.order is not None
-    # A row is moved in one piece, unless its elements are not contiguous in one of the two orders.
+    # A row is moved in one piece if its elements are contiguous in both orders; otherwise element by element.
     elements, size = 1, source.row_bytes
     if Interior.K_TRANSPOSED in (one.interior, other.interior):
         if source.dtype not in DTYPE_BYTES:

@@ -1,5 +1,5 @@
-"""Observability: the table of metrics, the reasons why pages are lost and lookups miss, counters that travel between
-processes, logging, spans, thread names, which package named flexkv runs, and the time of day.
+"""Observability: the table of metrics, the reasons why pages are lost and lookups miss, counters that can be sent
+between processes, logging, spans, thread names, the identity of the running flexkv package, and the time of day.
 
 This is a leaf package: every other package of flexkv may import it, and it imports none of them.
 """

@@ -25,8 +25,8 @@ class SimDiskLane:
         ops: the ops in flight, by op id.
         failed: by op id, positions of the pages that failed.
         missing: by op id of a read, positions of the pages that were not in their disk slots.
-        slot_states: by group and host slot, the id of the last read that brought a page to the slot, and whether the
-            page is good.
+        slot_states: by group and host slot, the id of the last op that read a page into the slot, and whether the page
+            is good.
         rank_ops: the ops in flight that the ranks carry out, by op id. If such an op reads a disk slot, no other op may
             write that slot; if it writes a disk slot, no other op may use that slot.
     """
@@ -99,12 +99,14 @@ class SimDiskLane:
         return not self.left[op_id]
 
     def arrived(self, group: int, slot: int, read: int) -> bool | None:
-        """Returns whether the page that the op `read` brings to a host slot is good; None if it has not arrived yet."""
+        """Returns whether the page that the op `read` reads into a host slot is good; None if the page has not arrived
+        yet."""
         last, good = self.slot_states.get((group, slot), (0, False))
         return None if last < read else last == read and good
 
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Removes an op. Returns the op and the positions of its failed pages. No further pages of it are moved."""
+        """Removes an op, so that none of its remaining pages is moved. Returns the op and the positions of its failed
+        pages."""
         op = self.ops[op_id]
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False

@@ -38,7 +38,7 @@ class Movement:
         left: positions of the pages that have not moved yet.
         failed: positions of the pages that failed.
         missing: positions of the pages that failed because their disk slot has a different content.
-        arrived: by position of each moved page, the symbol that it brought.
+        arrived: position of each moved page -> the symbol that the page had.
     """
 
     op: TransferOp

@@ -155,8 +155,8 @@ class StoreMoves(TierMoves):
         self.answer()
 
     def _write_some(self, each: SimulatedMove) -> None:
-        """Leaves garbage in the slot of the next page of a get that was in flight when the helper died, because only
-        part of the page has arrived."""
+        """Simulates a page that was only partly received when the helper died: leaves garbage in the slot of the next
+        page of a get in flight."""
         if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
             self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
 

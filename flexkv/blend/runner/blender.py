@@ -72,8 +72,8 @@ class Blender:
 
         Args:
             tokens: the tokens that the caller does not have yet, int64 [rows].
-            past: each layer's keys and values [heads, tokens, dim] that the caller has, all of the same length; empty
-                if it has none.
+            past: each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has, all of
+                the same length; empty if there are no such tokens.
             reused: which rows the cache covers, and their keys and values.
 
         Returns:
@@ -112,8 +112,8 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # Computed rows replace the cached ones in every layer, even before the first check layer: rows that the cache
-        # does not cover would otherwise be zeros.
+        # Computed rows replace the cached rows in every layer, even before the first check layer. Otherwise, rows that
+        # the cache does not cover would stay zeros.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))

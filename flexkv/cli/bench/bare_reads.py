@@ -69,7 +69,8 @@ class BareReads:
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
-    """Opens the file. Returns its descriptor and whether reads bypass the page cache: some file systems refuse that."""
+    """Opens the file. Returns its descriptor, and whether reads bypass the page cache, which some file systems
+    refuse."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT), True
     except OSError:

@@ -246,4 +246,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Passed to `EngineWork.run` as `between` for work that runs alone, without copies."""
+    """Does nothing. Passed to `EngineWork.run` as `between` for work that runs alone, without copies."""

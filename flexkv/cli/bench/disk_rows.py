@@ -90,8 +90,8 @@ class _Way:
         once: runs one round and returns its seconds.
         count: returns the number of I/O calls so far.
         path: returns what moved the bytes, and the multiprocessors that this takes; called after all rounds.
-        note: returns the conditions of the measurement; called after all rounds, because it is known only from cuFile's
-            calls how cuFile reaches a file.
+        note: returns the conditions of the measurement; called after all rounds, because only the calls of cuFile show
+            how cuFile reaches a file.
     """
 
     what: str

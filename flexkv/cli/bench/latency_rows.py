@@ -75,7 +75,7 @@ class ProcessorRow:
     """CPU time of the whole process.
 
     Attributes:
-        what: "loads" or "stores" that follow each other without a pause, or "idle" after these.
+        what: "loads" or "stores" that follow each other without a pause, or "idle", which is measured after them.
         path: the path that copied most of the bytes; empty if idle.
         cores: CPU seconds per second, all threads together.
         gbps: rate of the copies in 1e9 bytes per second; 0.0 if idle.

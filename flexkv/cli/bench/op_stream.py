@@ -63,7 +63,7 @@ class OpStream:
 
     @property
     def ended_ops(self) -> int:
-        """Number of finished ops in the direction in which the fewest have finished."""
+        """Number of finished ops; with two directions, the smaller one of their numbers."""
         return min(len(ended) for ended in self._ended.values()) - 1
 
     def keep(self) -> None:

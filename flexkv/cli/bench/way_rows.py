@@ -68,8 +68,9 @@ def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
 
 
 def chosen_ways(rows: Sequence[WayRow]) -> CopyWays:
-    """Returns the table. In each direction the kernel copies runs shorter than a limit, and the copy engine all others.
-    The limit is the shortest length at and above which the copy engine is preferred at every length."""
+    """Returns the table that follows from the measured rows. In each direction the kernel copies all runs shorter than
+    a limit, and the copy engine all longer ones. The limit is the shortest run length from which on the copy engine is
+    preferred at every measured length."""
 
     def below(direction: str) -> int:
         mine = sorted((row for row in rows if row.direction == direction), key=lambda row: -row.run_bytes)
