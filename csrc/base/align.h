@@ -6,8 +6,8 @@
 
 namespace flexkv {
 
-// Unit: bytes. Usual disks have logical blocks of at most this size; cuFile's unit and the host's page size
-// are equal to it.
+// Unit: bytes. This size is cuFile's unit and the host's page size. The logical blocks of usual disks are not
+// larger.
 inline constexpr int64_t kIoAlignBytes = 4096;
 
 FLEXKV_HD constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }

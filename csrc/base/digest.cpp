@@ -30,7 +30,7 @@ uint64_t fold(const Lanes& lanes) {
   return folded;
 }
 
-// Adds the words of a leaf from word `first` to the last one, which may have fewer than 8 bytes.
+// Adds the words of a leaf, from word `first` to the leaf's last word, which may have fewer than 8 bytes.
 void add_words(Lanes& lanes, const std::byte* leaf, size_t bytes, size_t first) {
   for (size_t i = first; i * 8 < bytes; ++i) {
     uint64_t word = 0;

@@ -50,8 +50,9 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 #endif
 }
 
-// The sums of one digest lane, over the words of a leaf whose index modulo kDigestLanes is the lane's number.
-// Each thread may hold partial sums, which may be added up in any order because addition is commutative.
+// The sums of one digest lane. They cover the words of a leaf whose index modulo kDigestLanes is the lane's
+// number. Each thread may hold partial sums, which may be added up in any order because addition is
+// commutative.
 struct LaneSums {
   uint64_t products = 0;  // depends on the position of each word in the leaf
   uint64_t words = 0;     // changes if one word changes, even if that word's product does not
@@ -87,9 +88,9 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
 
 // The digest of a run, computed with AVX2 if the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
-// The sum of the terms of the leaves in `data`, of which the first is leaf `first_leaf` of the run. Callers
-// that digest a run piece by piece add up the sums of all pieces for finish_run(). Every piece except the
-// run's last consists of complete leaves.
+// The sum of the terms of the leaves in `data`. The first leaf in `data` is leaf `first_leaf` of the run. A
+// caller that digests a run piece by piece adds up the sums of all pieces and passes the total to
+// finish_run(). Every piece except the run's last consists of complete leaves.
 uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);
 // Computes the same digest as run_digest(), one word at a time and without AVX2.
 uint64_t run_digest_scalar(const void* data, size_t bytes);

@@ -20,8 +20,8 @@ extern std::atomic<const Functions*> functions;
 // successful call, further calls change nothing, even with a different library.
 void load(const std::string& library);
 
-// A range that lasts as long as the object. `name` must be a string literal, because a tool may read it
-// later.
+// A profiler range that lasts as long as the object. `name` must be a string literal, because a profiler may
+// read the name later.
 class Range {
  public:
   explicit Range(const char* name) : functions_(functions.load(std::memory_order_acquire)) {

@@ -16,7 +16,7 @@ enum class Status : int32_t {
 enum class FailureCause : uint8_t {
   kUnknown = 0,      // no cause was reported; treated as kContent: the stored copy is forgotten
   kContent = 1,      // the stored bytes are not the requested page
-  kSource = 2,       // the disk refused the read or cut it short
+  kSource = 2,       // the disk refused the read or returned too few bytes
   kTransport = 3,    // memory, a device, its driver or the lane failed; any other page would have failed, too
   kNotExecuted = 4,  // the copy was cancelled, was late or had not begun
 };

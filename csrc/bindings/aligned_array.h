@@ -1,5 +1,5 @@
-// Checks the alignment of NumPy arrays. An array over foreign memory may be unaligned, and pybind11 does not
-// check that.
+// Checks the alignment of NumPy arrays. An array over memory that NumPy did not allocate may be unaligned,
+// and pybind11 does not check the alignment.
 #pragma once
 #include <pybind11/numpy.h>
 

@@ -48,7 +48,7 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
 // server does not answer, closing the file waits, and this must not delay all Python threads.
 struct CloseWithoutGil {
   void operator()(SlabFile* slab) const {
-    // There is no GIL to release on a lane's own thread, or after the interpreter has ended.
+    // A lane's own thread does not hold the GIL, and after the end of the interpreter there is no GIL.
     if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
       delete slab;
       return;

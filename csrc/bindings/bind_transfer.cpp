@@ -109,7 +109,8 @@ py::list lanes(const TransferEngine& engine) {
   return list;
 }
 
-// Makes an engine that is destroyed without the GIL, because its destructor waits for its threads.
+// Makes a transfer engine that is destroyed without the GIL, because the engine's destructor waits for its
+// threads.
 std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMover>> mover,
                                             int32_t queue_ops, int32_t copy_threads, double op_stuck_s,
                                             List<std::shared_ptr<Lane>> lanes) {

@@ -12,7 +12,8 @@ namespace flexkv {
 // holds the GIL and no Python code runs.
 class EngineKeyReader {
  public:
-  // Throws KeySchemeError if an item is not a bytes object, or has a length that no cryptographic hash has.
+  // Throws KeySchemeError if an item is not a bytes object, or does not have 16 to 64 bytes, the lengths of
+  // cryptographic hashes.
   EngineKeyReader(pybind11::handle keys, size_t begin, size_t end);
 
   // Returns the number of keys in `keys`. Throws KeySchemeError if `keys` is neither a list, a tuple nor a

@@ -49,7 +49,7 @@ std::vector<uint32_t> read_array(const py::array& array, size_t begin, size_t co
   const py::ssize_t stride = array.strides(0);
   std::vector<uint32_t> out(count);
   for (size_t i = 0; i < count; ++i) {
-    T value;  // copied, because an array over foreign memory may be unaligned
+    T value;  // a copy, because the array may be unaligned
     std::memcpy(&value, first + static_cast<py::ssize_t>(begin + i) * stride, sizeof(value));
     bool fits = value <= static_cast<T>(UINT32_MAX) || sizeof(T) <= 4;
     if constexpr (std::is_signed_v<T>) fits = fits && value >= 0;
@@ -106,7 +106,7 @@ std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count)
       throw TokenError("the token list became shorter while it was read");
     }
     PyObject* item = PySequence_Fast_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(begin + i));
-    if (PyLong_CheckExact(item)) {  // no Python code runs, so the list's reference to the item is enough
+    if (PyLong_CheckExact(item)) {  // no Python code runs, so the item needs no reference of its own
       out[i] = token_from_int(begin + i, item, item);
     } else {
       out[i] = token_from_object(begin + i, py::reinterpret_borrow<py::object>(item).ptr());

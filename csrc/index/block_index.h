@@ -87,8 +87,8 @@ class BlockIndex {
   PinnedRun pin_run(uint32_t group, std::span<const BlockKey> keys, Presence wanted, uint64_t now_s,
                     EntryId* entries, int32_t* slots);
 
-  // Returns the state of a block. The block is given by its key, or by the entry that `find` has just
-  // returned for its key.
+  // Returns the state of a block. The caller gives the block's key, or the entry that `find` has just
+  // returned for this key.
   Presence presence(uint32_t group, const BlockKey& key, uint64_t now_s) const;
   Presence presence(EntryId entry, uint64_t now_s) const {
     if (!is_known(entry)) return Presence::kAbsent;
@@ -253,10 +253,10 @@ class BlockIndex {
   void check_integrity(std::span<const EntryId> pinned) const;
 
  private:
-  // The slots of one group, or of several that share them.
+  // The slots of one group, or of several groups that share slots, with their eviction order.
   struct SizeClass {
     SlotPool pool;
-    EntryId leased;     // head of the list of pinned entries that are in no other list
+    EntryId leased;     // head of the list of leased entries; some leased entries are in other lists
     EntryId spare;      // head of the list of spare blocks; the heads of the policy's lists follow
     size_t spares = 0;  // number of spare blocks, pinned or not
     size_t pinned = 0;  // number of entries with at least one pin
@@ -315,7 +315,7 @@ class BlockIndex {
     if (table_[id].pins() == 0) --class_of(table_[id]).pinned;
   }
   // Unlinks and returns the entry to evict next; kNoEntry if no entry is left to evict. `spares`: the number
-  // of spare blocks, without those already chosen as victims.
+  // of spare blocks, without the spare blocks that are already chosen as victims.
   EntryId take_victim(SizeClass& owner, size_t spares);
   // Makes an unlinked chain first..last evictable. Precondition: either all blocks of the chain are spare, or
   // none is.

@@ -12,8 +12,9 @@ constexpr size_t kPinAhead = 16;
 }  // namespace
 
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
-  // Pinning leaves an entry in its list, because unlinking it would touch both neighbours, which may be
-  // anywhere in memory. If an eviction finds the pinned entry in the list, it takes the entry out.
+  // Pinning leaves an entry in its list, because unlinking the entry would access both its neighbours, which
+  // may be anywhere in memory. If an eviction finds the pinned entry in the list, the eviction takes the
+  // entry out.
   if (entries.empty()) return;
   const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
   const uint32_t group = any_known ? table_[entries[0]].group() : 0;

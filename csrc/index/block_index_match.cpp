@@ -28,8 +28,9 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
   const uint32_t wanted = Entry::pack(kState, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
-    // A chain's entries usually have consecutive numbers. Guessing the next number, instead of loading it
-    // from the link, lets the CPU run ahead of the loads. Key, state and group are compared with one branch.
+    // A chain's entries usually have consecutive numbers. The loop guesses the next number instead of loading
+    // it from the link, so that the CPU can run ahead of the loads. It compares key, state and group with one
+    // branch.
     for (; i < keys.size(); ++i, ++at) {
       const Entry& entry = table_[at];
       if (entry.older != at + 1) break;

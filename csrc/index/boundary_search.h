@@ -43,7 +43,7 @@ class BoundarySearch {
   void find(uint64_t allowed, size_t most, FoundLengths& found);
 
  private:
-  // How many pages the group has between `start_` and `tokens`.
+  // The number of pages of the group between token `start_` and token `tokens`.
   size_t page_of(size_t group, uint64_t tokens) const {
     return (tokens - start_) / rules_[group].block_tokens;
   }

@@ -62,7 +62,7 @@ struct ExpiredPage {
 enum class FoundLease : uint8_t {
   kHeld,      // the pages are leased; the lookup's `release` ends the leases
   kReleased,  // the leases have ended
-  kDetached,  // a caller took over the leases, and ends them with calls to the tiers' indexes
+  kDetached,  // a caller owns the leases, and ends them with calls to the tiers' indexes
 };
 
 // The pages that a lookup found. If the object is destroyed while `lease` is kHeld, the pages stay leased.
@@ -73,7 +73,7 @@ struct FoundPages {
   // Whether the limit on pages, LookupTerms::room_pages, ended the prefix or the longest hit.
   bool cut = false;
   std::vector<FoundGroup> groups;    // one per KV group
-  std::vector<ExpiredPage> expired;  // expired pages that the lookup met, ascending, each once
+  std::vector<ExpiredPage> expired;  // expired pages that the lookup found, ascending, each once
 
   // Throws ContractError if the lease is not kHeld. `call`: the caller's name, for the error message.
   void check_held(const char* call) const {

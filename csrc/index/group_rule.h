@@ -32,7 +32,8 @@ struct GroupRule {
   uint32_t block_tokens = 1;  // tokens per block
   uint32_t reach = 0;         // length of a window in pages, or of a chunk in tokens; 0 for other kinds
 
-  // Throws ConfigError if `block_tokens` is 0 or `reach` does not suit the kind.
+  // Throws ConfigError if `block_tokens` is 0, or if `reach` is 0 for a window or chunk, or not 0 for another
+  // kind.
   void check() const {
     const bool reaches = kind == RuleKind::kWindow || kind == RuleKind::kChunk;
     if (block_tokens > 0 && reaches == (reach > 0)) return;

@@ -30,7 +30,8 @@ class HugeArray {
     mapping_ = static_cast<char*>(got);
     const auto at = reinterpret_cast<uintptr_t>(mapping_);
     data_ = reinterpret_cast<T*>((at + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
-    // A small array would waste most of a huge page. If the kernel refuses, the array is only slower.
+    // A small array would waste most of a huge page. If the kernel refuses the advice, the array works, but
+    // more slowly.
     if (size * sizeof(T) >= kHugePageBytes) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
   }
   ~HugeArray() { ::munmap(mapping_, mapped_bytes_ + kHugePageBytes); }

@@ -19,7 +19,7 @@
 
 namespace flexkv {
 
-inline constexpr size_t kMinEngineKeyBytes = 16;  // with fewer bits, an attacker could make keys collide
+inline constexpr size_t kMinEngineKeyBytes = 16;  // with fewer bytes, an attacker could make keys collide
 inline constexpr size_t kMaxEngineKeyBytes = 64;
 
 // Throws KeySchemeError if engine keys of this length are not accepted. `position`: the key's number, for the
@@ -35,8 +35,8 @@ class KeyHasher {
   void block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const;
 
   // Writes the key of a partial tail, kKeyBytes, to `out`. `tokens`: the tokens of the tail. `parent`: the
-  // engine key of the block before them; empty if the tail starts the request. `extra`: the data that the
-  // engine adds to the tail's hash besides tokens and parent.
+  // engine key of the block before them; empty if the tail starts the request. `extra`: the other data that
+  // the engine adds to the tail's hash.
   void tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 

@@ -42,8 +42,8 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // Takes a free slot out of the pool and returns it: the one freed last or, if no freed slot is left, the
-  // lowest one that was never used. Returns nullopt if no slot is free.
+  // Takes a free slot out of the pool and returns it: the slot that was freed last or, if there is none, the
+  // lowest slot that was never used. Returns nullopt if no slot is free.
   std::optional<uint32_t> take() {
     if (!freed_.empty()) {
       const uint32_t slot = freed_.back();

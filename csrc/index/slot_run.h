@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// Whether `slots` is not empty and each slot is the one before it plus 1.
+// Whether `slots` is not empty, and each slot number is 1 greater than the number before it.
 inline bool in_a_row(std::span<const int32_t> slots) {
   if (slots.empty()) return false;
   // The loop body has no branch, so that the compiler can turn it into a few vector instructions per 16

@@ -22,7 +22,7 @@ namespace flexkv {
 struct LookupTerms {
   size_t room_pages = 0;    // the maximum number of pages to find, summed over all groups
   uint32_t tiers_mask = 0;  // the tiers to search: bit t is set for tier t
-  uint64_t now_s = 0;       // current Unix time in seconds; blocks that have expired by then are misses
+  uint64_t now_s = 0;       // current Unix time in seconds; blocks that expire at or before it are misses
   bool coming = true;       // whether host pages that an op is still filling count as found
 };
 
@@ -67,7 +67,7 @@ class TierLookup {
   // leases could not be ended; otherwise an empty string.
   std::string unpin_all_but(FoundGroup& group, size_t first, size_t end);
 
-  // Throws ContractError if another TierLookup found the pages.
+  // Throws ContractError if a different TierLookup object found the pages.
   void check_made_here(const FoundPages& found) const;
 
   // Keeps the leases on the first `blocks` blocks and ends the leases on all later ones. Throws
@@ -83,7 +83,7 @@ class TierLookup {
   size_t count_ready(const Found& found) const;
 
   // Writes a number for each key: 1 plus the number of the first tier in the mask that has the key's block,
-  // ready and not expired; 0 if no tier has it.
+  // ready and not expired; 0 if no tier in the mask has the block.
   void present(uint32_t group, std::span<const BlockKey> keys, uint32_t tiers_mask, uint64_t now_s,
                uint8_t* out);
 

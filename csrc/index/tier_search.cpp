@@ -31,7 +31,7 @@ struct TierLookup::Search {
   FoundGroup& into;
   std::vector<ExpiredPage>& expired;
   // Tier and state of the last run; kNoTier if there is none. The run ended because the tier does not have
-  // the next page in this state, so that tier and state are not searched again at that page.
+  // the next page in this state, so the search does not try that tier and state again at that page.
   size_t ended_tier = kNoTier;
   FoundState ended_state = FoundState::kReady;
 
@@ -130,7 +130,8 @@ size_t TierLookup::take_window(Search& search) {
   std::array<uint16_t, kWindow> missing;
   std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
   size_t left = window.size();
-  size_t end = window.size();  // the number of the key at which the prefix ends, as far as known
+  size_t end = window.size();  // the number of the key at which the prefix ends; it decreases during the
+                               // search
   std::vector<std::pair<size_t, ExpiredPage>> expired;
   for (size_t tier = 0; tier < tiers_.size() && left > 0; ++tier) {
     if (!is_masked(terms.tiers_mask, tier)) continue;

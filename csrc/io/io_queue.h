@@ -51,7 +51,7 @@ class IoQueue {
 // so that the kernel pins the memory's pages once instead of once per request.
 struct IoMemory {
   std::byte* base = nullptr;
-  int64_t bytes = 0;  // at most 1 GiB, the kernel's limit
+  int64_t bytes = 0;  // at most 1 GiB, the kernel's limit for one buffer
   // Whether all of the memory has been allocated. The queue registers the memory only when this returns true,
   // because registering the memory earlier would allocate the rest of it.
   std::function<bool()> ready = [] { return true; };

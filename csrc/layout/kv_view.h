@@ -50,7 +50,8 @@ class KvView {
   int32_t num_layers_ = 0;
 };
 
-// Merges runs that continue each other (see continues()). Precondition: `runs` ascend by page offset.
+// Merges runs that follow each other in the pool and in the page (see continues()). Precondition: `runs`
+// ascend by page offset.
 std::vector<Segment> coalesce(const std::vector<Segment>& runs);
 
 std::string to_string(const Segment& segment);

@@ -102,8 +102,8 @@ class SameStride {
   void enter(const Edge& edge) {
     const Area& mine = areas_[edge.area];
     for (int view = 0; view < 2; ++view) {
-      // Visits the areas whose first row lies among the rows of `mine`, and those whose blocks may reach the
-      // first row of `mine`.
+      // Visits the areas whose first row is one of the rows of `mine`, and the areas whose blocks may reach
+      // the first row of `mine`.
       const auto& under = under_[view];
       for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
            at != under.end() && at->first < edge.row + mine.blocks; ++at) {

@@ -11,7 +11,7 @@ namespace flexkv {
 
 // Throws GeometryError if two runs of any blocks share a byte; the message names both segments and blocks. If
 // all n segments have the same stride, this takes O(n log n) time. Segments of different strides are compared
-// pairwise if the address ranges that they span overlap.
+// pairwise if their address ranges overlap.
 void check_no_overlap(const std::vector<Segment>& segments, int64_t num_blocks);
 
 // Throws GeometryError if block i of one view shares a byte with block j of the other view, where i != j.

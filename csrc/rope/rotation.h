@@ -29,8 +29,8 @@ inline constexpr int32_t kCopyRow = -2;
 // The rows to rotate, each of which has `heads` heads. Head h of row r is read at src + src_offsets[r] + h *
 // src_head_stride and written at dst + dst_offsets[r] + h * dst_head_stride. Offsets and strides are in
 // bytes, and multiples of an element's size. A *turn* is one angle for each pair of a head. All arrays are in
-// memory that the executing processor can access. No two rows are written to the same place; a row may be
-// rotated in place.
+// memory that the executing processor can access. No two rows have the same destination; a row may be rotated
+// in place.
 struct RotationRows {
   const unsigned char* src = nullptr;
   unsigned char* dst = nullptr;
@@ -155,8 +155,8 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
   }
 }
 
-// Processes the share of one lane in a row that `lanes` lanes share. It moves 16 bytes at a time if all
-// addresses, strides and sizes are multiples of 16, and otherwise one element at a time.
+// Processes one lane's share of a row that `lanes` lanes process together. The lane moves 16 bytes at a time
+// if all addresses, strides and sizes are multiples of 16, and otherwise one element at a time.
 template <typename Element, Pairing kPairing>
 FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Element));

@@ -15,7 +15,7 @@ enum class PeerEnd : uint8_t {
   kAbsent = 1,   // no peer has the page now
   kChanged = 2,  // the peer wrote the page's slot, or gave it to another page, during the copy
   kDigest = 3,   // a run does not match its digest
-  kFormat = 4,   // the peer with the page keeps pages in a different format, which the caller has to convert
+  kFormat = 4,   // the peer stores its pages in a different format, so the caller has to convert the page
 };
 
 // Copies `bytes` bytes word by word from memory that another process may be writing. Every load has acquire

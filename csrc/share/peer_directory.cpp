@@ -64,7 +64,7 @@ int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, std::
 }
 
 void PeerDirectory::drop(int32_t number, bool keep) {
-  std::shared_ptr<Peer> gone;  // its files are unmapped after the lock is released
+  std::shared_ptr<Peer> gone;  // destroyed, and its files unmapped, after the lock is released
   for (uint32_t next = 0; !gone;) {
     const std::lock_guard lock(mutex_);
     const auto found = peers_.find(number);
@@ -138,7 +138,8 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   return rows;
 }
 
-// Returns the page that a slot's row shows, or nothing if the row shows none or the peer has no such group.
+// Returns the page that a slot's row shows, or nothing if the row shows no page or the peer does not have the
+// page's group.
 std::optional<RowFacts> PeerDirectory::page_at(const Peer& peer, uint32_t slot) {
   uint64_t version = 0;
   const auto facts = read_row(peer.parts.rows[slot], version);

@@ -55,8 +55,8 @@ struct PieceRun {
   int64_t digest_to;
 };
 
-// How pages of one KV group are copied from a peer's slots to this unit's slots. If there are no pieces, the
-// formats differ and the caller must convert the bytes.
+// Describes how pages of one KV group are copied from a peer's slots to this unit's slots. If `pieces` is
+// empty, the page formats of peer and unit differ, and the caller must convert the bytes.
 struct PeerFormat {
   std::vector<PagePiece> pieces;
   std::vector<PieceRun> runs;  // the runs that have a digest in either slot
@@ -69,7 +69,7 @@ struct PeerPlace {
 };
 
 inline constexpr size_t kPeerEnds = 5;
-using PeerCounts = std::array<uint64_t, kPeerEnds>;  // number of copies, indexed by their PeerEnd
+using PeerCounts = std::array<uint64_t, kPeerEnds>;  // number of copies with each result, indexed by PeerEnd
 
 // Unit: pages. If news about nearly this many pages is pending, `follow` reads no rows until the unit has
 // taken some of the news.

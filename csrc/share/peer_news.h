@@ -69,10 +69,10 @@ class PendingNews {
   // only the 32 KiB of `marks_`, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
-  mutable std::mutex mutex_;  // guards the members below; size_ may be read without it
+  mutable std::mutex mutex_;  // guards the members below; size_ may be read without the lock
   std::vector<Record> records_;
   size_t first_ = 0;                                   // all records before this index were taken or replaced
-  std::unordered_map<PageName, size_t, NameHash> at_;  // index of each page's record that is not passed
+  std::unordered_map<PageName, size_t, NameHash> at_;  // index of the page's record that is not passed
   std::array<uint64_t, kMarks / 64> marks_{};
   std::atomic<size_t> size_{0};
 };

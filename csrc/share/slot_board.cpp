@@ -26,7 +26,8 @@ BoardParts board_parts(std::byte* base) {
 std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version) {
   version = row.version.load(std::memory_order_acquire);
   if (version % 2 != 0) return std::nullopt;
-  // These loads have acquire order, so that the second load of the version cannot be reordered before them.
+  // These loads have acquire order, so that the second load of the row's version cannot be reordered before
+  // these loads.
   const uint64_t about = row.about.load(std::memory_order_acquire);
   const RowFacts facts{
       .key = {row.low.load(std::memory_order_acquire), row.high.load(std::memory_order_acquire)},

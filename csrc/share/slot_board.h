@@ -21,7 +21,7 @@ struct alignas(64) BoardRow {
   std::atomic<uint64_t> version;
   std::atomic<uint64_t> low;         // the lower half of the page's key
   std::atomic<uint64_t> high;        // the upper half of the page's key
-  std::atomic<uint64_t> about;       // group << 32 | number of valid tokens
+  std::atomic<uint64_t> about;       // the page's group << 32 | number of valid tokens
   std::atomic<uint64_t> generation;  // generation of the page on disk; 0 for a page in host memory
   std::atomic<uint64_t> expiry;      // Unix seconds; 0 if the page never expires
   std::atomic<uint64_t> epoch;       // epoch of the page on disk; 0 for a page in host memory
@@ -93,7 +93,8 @@ class SlotBoard : public SlotListener {
   void withdraw(uint32_t slot) override;
   // Withdraws all pages.
   void clear() override;
-  // Withdraws all pages, publishes none from then on, and sets `retired` in the header, so that readers stop.
+  // Withdraws all pages, publishes none from then on, and sets `retired` in the header, so that readers stop
+  // using the board.
   void retire();
 
  private:

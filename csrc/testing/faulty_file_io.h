@@ -18,7 +18,7 @@ enum class IoFault : int32_t {
   kShort,    // half of the bytes are moved, and no error is reported
   kDelay,    // the bytes are moved after `delay_s` seconds
   kStall,    // the bytes are moved after release()
-  kCorrupt,  // all bytes are moved, but the one in the middle is damaged
+  kCorrupt,  // all bytes are moved, but the middle byte is damaged
 };
 
 // A fault, and conditions on the calls that get it. A rule matches a call if the call meets all conditions

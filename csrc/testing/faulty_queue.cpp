@@ -154,8 +154,8 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// Flips the damaged bit of each marked I/O among those that the inner queue has appended to `done` from index
-// `before` on. Then appends the I/Os that never reached the inner queue.
+// From index `before` on, `done` has the I/Os that the inner queue has just finished. Flips the damaged bit
+// of each marked I/O among them. Then appends the I/Os that never reached the inner queue.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());

@@ -6,7 +6,7 @@
 namespace flexkv {
 
 // Rotates rows from the last to the first, and in each row goes through a warp's lanes from the last to the
-// first.
+// first: the result must not depend on the order.
 void rotate_lane_by_lane(const RotationRows& rows, ElementType type, Pairing pairing);
 
 }  // namespace flexkv

@@ -10,7 +10,8 @@
 
 namespace flexkv {
 
-// Runs a batch with one warp per leaf. Goes through pages, leaves and lanes from the last to the first.
+// Runs a batch with one warp per leaf. Goes through pages, leaves and lanes from the last to the first,
+// because the result must not depend on their order.
 void transform_lane_by_lane(const TransformBatch& batch);
 
 // Returns a device in host memory, like host_transform_device(), whose launch() calls `run` for each batch

@@ -45,8 +45,7 @@ struct CudaShape {
                              // multiple of 4 KiB
 };
 
-// Switches for a lane that may use every copy path (kAll), and for a lane that uses neither batches nor the
-// kernel (kSingle).
+// With kAll, a lane may use every copy path. With kSingle, it uses neither batches nor the kernel.
 inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 inline constexpr cuda::CopySwitches kSingle{.batch = false, .kernel = false};
 

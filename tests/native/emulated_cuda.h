@@ -26,8 +26,8 @@
 namespace emulated {
 
 inline constexpr unsigned kLanes = 32;
-// If a thread waits longer than this for the rest of its warp, some lanes have taken a different branch and
-// will not arrive. The process then aborts.
+// How long a thread waits for the rest of its warp before the process aborts. If it waits longer, some lanes
+// have taken a different branch and never arrive.
 inline constexpr std::chrono::seconds kMeetingDeadline{120};
 
 struct Index {

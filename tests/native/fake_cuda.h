@@ -44,7 +44,7 @@ struct Calls {
   // 2 s.
   int64_t peak_long_stores = 0;
   std::vector<int> priorities;      // priority of each stream that was created; 0 is the lowest
-  std::vector<int32_t> stage_ends;  // CopyJob::stage_ends of the last kernel with stages, in chunks
+  std::vector<int32_t> stage_ends;  // CopyJob::stage_ends (in chunks) of the last kernel with stages
   int64_t records = 0;
   int64_t waits = 0;
   std::map<int, int64_t> bytes_of_device;  // bytes of enqueued copies, by the stream's device

@@ -64,7 +64,7 @@ struct World {
 
 World& world();
 
-// The devices of this thread's contexts, the current one last.
+// The devices of the contexts on this thread's context stack; the current context's device is the last one.
 std::vector<int>& contexts();
 
 // This thread's capture mode.
@@ -89,7 +89,7 @@ void end_stream(FakeStream* stream);
 
 inline FakeStream* as_stream(cuda::StreamHandle handle) { return reinterpret_cast<FakeStream*>(handle); }
 
-// The driver's functions for memory (fake_cuda_memory.cpp).
+// The fake driver's functions for memory, which fake_cuda_memory.cpp defines.
 cuda::Code host_register(void* memory, size_t bytes, unsigned flags);
 cuda::Code host_unregister(void* memory);
 cuda::Code host_alloc(void** memory, size_t bytes, unsigned);

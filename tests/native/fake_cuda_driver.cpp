@@ -291,7 +291,8 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
   };
 #undef FAKE_ENTRY
   if (std::strcmp(name, "cuMemcpyBatchAsync") == 0) {
-    // As in the real driver, the requested version decides which of the two functions is returned.
+    // As in the real driver, the requested version decides which of the two versions of cuMemcpyBatchAsync is
+    // returned.
     if (version > world().settings.version || version < 12080) return kInvalidValue;
     *function = version >= 13000 ? reinterpret_cast<void*>(&batch) : reinterpret_cast<void*>(&batch_12080);
     return cuda::kSuccess;

@@ -257,7 +257,7 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
     if (world().launches_to_fail != kAlways) --world().launches_to_fail;
     return "the fake kernel has no image for this device";
   }
-  // The tables are read when the kernel runs, as on a device.
+  // The kernel's tables are read when the kernel runs, as on a real device.
   auto* one = static_cast<FakeStream*>(stream);
   require_current(one->device, "a kernel on a stream of a device that is not current");
   ++one->moving;

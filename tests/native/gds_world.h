@@ -73,7 +73,7 @@ struct GdsWorldOf {
     manager = std::make_unique<GDSManager>(files, options, device, io);
   }
 
-  // Pairs block i of the pool with image i / 2 on disk i mod 2.
+  // Returns the page of block i of the pool: image i / 2 on disk i mod 2.
   static StagedPage page(int64_t block) {
     return {block, static_cast<int32_t>(block % kDisks), 0, block / kDisks * kImage};
   }

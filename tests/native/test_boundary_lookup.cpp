@@ -45,8 +45,8 @@ struct Request {
     present[group][page] = true;
   }
 
-  // Whether tokens [start, end) can be restored: the expected result, found page by page from the definition
-  // of the rules.
+  // Whether tokens [start, end) can be restored. Computes this expected result page by page from the
+  // definition of the rules.
   bool restores(uint64_t start, uint64_t end) const {
     for (size_t group = 0; group < rules.size(); ++group) {
       for (size_t page = rules[group].first_page(start, end); page < end / rules[group].block_tokens;

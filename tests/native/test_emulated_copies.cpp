@@ -193,8 +193,8 @@ namespace {
 // What a forward pass observed of a load of two layers that ran at the same time, and whether the kernel's
 // counters had the right values at the end.
 struct LayersSeen {
-  bool early = false;   // a wait for a layer had ended, but the layer's bytes were missing
-  bool beside = false;  // the wait for the first layer had ended before the kernel counted the second
+  bool early = false;   // a wait for a layer ended before the layer's bytes were there
+  bool beside = false;  // the wait for layer 0 ended before the kernel counted layer 1
   bool counted = false;
 };
 

@@ -258,7 +258,7 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
     index.grow(0, 8);
     const auto wanted = keys(4, 8);
     store(index, wanted);
-    store(index, keys(8, 9));  // evicts `wanted`, whose keys become ghosts
+    store(index, keys(8, 9));  // evicts `wanted`; two_queues.h remembers its keys
     CHECK(match(index, wanted).empty());
     store(index, wanted);  // stores `wanted` again
     for (uint64_t scan = 10; scan < 26; ++scan) store(index, keys(1, scan));

@@ -19,7 +19,7 @@ TEST_CASE("a closed manager keeps no file and no registration") {
   CHECK(fake.files.empty());
   CHECK(fake.buffers.empty());
   CHECK(open_files() < files_before);
-  CHECK(c.manager->devices() == 2);  // the manager still knows which files were registered
+  CHECK(c.manager->devices() == 2);  // the manager still has the list of its files
 }
 
 TEST_CASE("staged transfers make one aligned cuFile call a page, into memory registered once") {

@@ -11,7 +11,7 @@ using namespace flexkv;
 
 namespace {
 
-// Unit: bytes. Larger than the staging buffers of a CufileWorld.
+// Unit: bytes. The size of a file, larger than the staging buffers of a CufileWorld.
 constexpr size_t kFileBytes = size_t{1} << 20;
 
 template <typename Answer>

@@ -40,7 +40,7 @@ void check_blocks(const World& world, const std::vector<unsigned char>& content,
   }
 }
 
-// The page whose I/O fails. Block 7 is image 3 of disk 1.
+// The number of the block whose I/O fails. Block 7 is in image 3 of disk 1.
 constexpr int32_t kVictim = 7;
 FileFaultRule on_victim(IoFault fault, bool write, std::string reason = "Input/output error") {
   return {.fault = fault,

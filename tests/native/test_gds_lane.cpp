@@ -242,7 +242,7 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
     for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
       const LayerWait found = world.engine->wait_layer(ticket, layer, kGdsGenerousS);
       REQUIRE(found.in_time);
-      if (fault == IoFault::kCorrupt) {  // the failure is reported before any layer
+      if (fault == IoFault::kCorrupt) {  // the lane reports it before any layer
         REQUIRE(found.failed.size() == 1);
         CHECK(found.failed.front() == std::pair(of_disk, std::vector<int32_t>{2}));
         continue;

@@ -94,7 +94,7 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
   constexpr int64_t kTrailer = 12288;
   struct Place {
     int64_t offset;
-    int32_t good_layers;  // how many layers of the page arrive
+    int32_t good_layers;  // number of the page's layers that arrive
   };
   for (const auto& [what, fault, cause, miss] :
        {Way{"EIO", IoFault::kFail, FailureCause::kSource, PageMiss::kIo},

@@ -28,7 +28,7 @@ struct RingWorld {
     });
   }
 
-  // Fills `memory` with `pieces` reads of equal length.
+  // Reads the file into `memory` with `pieces` calls of equal length.
   std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
     // The memory is not aligned, so the reads use the page cache. After a fault has shortened a read, its
     // rest has an odd length, which direct I/O does not allow.

@@ -114,8 +114,8 @@ TEST_CASE("a page of a disk fails by name where its read fails, comes short or i
       rule.write = false;
       rule.disk = 0;
       rule.offset = in_slab(world, kBadPlace, last);
-      // A short read ends at the last 4 KiB boundary before that byte. Both kinds of read begin at the start
-      // of the image.
+      // A short read ends at the last 4 KiB boundary before the byte at `last`. Layerwise and other reads
+      // both begin at the start of the image.
       rule.bytes = action == IoFaultAction::kShort ? last / 4096 * 4096 : last;
       rule.times = 1;
       world.faults->add(rule);
@@ -199,7 +199,7 @@ TEST_CASE("a disk taken out serves and takes nothing more, and keeps its first r
 }
 
 TEST_CASE("errors take a disk out only if no I/O of their kind succeeds between them") {
-  constexpr int32_t kWriteErrors = 3;  // as kWriteErrorsBeforeOut in disk_job.cpp
+  constexpr int32_t kWriteErrors = 3;  // equals kWriteErrorsBeforeOut in disk_job.cpp
   constexpr int32_t kReadErrors = 8;
   for (const bool write : {true, false}) {
     DiskWorld world(IoBackend::kThreads);

@@ -68,7 +68,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
     for (int32_t i = 0; i < kWorldPlaces; ++i) {
       load.blocks.push_back(i);
       load.slots.push_back(kWorldPlaces + i);
-      load.reads.push_back(world.next_op);  // waits for the read below
+      load.reads.push_back(world.next_op);  // the read that is submitted below
     }
     GraphSpec graph;
     graph.ops.push_back(load);
@@ -81,7 +81,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
       usleep(1000);
     }
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
-    // The read has not finished, but the pages of the other disk have been loaded.
+    // The read has not finished, because disk 0 hangs. But the pages of disk 1 get loaded.
     while (copies->count(OpKind::kH2D).moves < kWorldPlaces / kWorldDisks - 1) {
       REQUIRE(Clock::now() < deadline);
       usleep(1000);

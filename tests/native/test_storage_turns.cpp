@@ -36,7 +36,7 @@ class NotingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> inner_;
-  std::shared_ptr<std::string> order_;  // 'r' or 'w' per I/O; while the disk runs, only its thread uses this
+  std::shared_ptr<std::string> order_;  // 'r' or 'w' per I/O; while the disk runs, only its thread uses it
 };
 
 // Returns what is wrong with the order of the I/Os; an empty string if the order is right. Precondition: all

@@ -39,7 +39,7 @@ std::vector<EntryId> leased_in(const Found& found, int32_t tier) {
   return entries;
 }
 
-// Leases `entry` until it has one pin fewer than the limit.
+// Leases `entry` until it has one pin less than the maximum.
 void lease_to_the_brim(BlockIndex& index, EntryId entry) {
   const std::vector<EntryId> often(1 << 20, entry);
   std::vector<int32_t> slots(often.size());

@@ -93,7 +93,7 @@ TEST_CASE("cuda capture: the calling thread keeps its mode and its context") {
     }
     CHECK(fake_cuda::current_device() == -1);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
-    CHECK(cuda::bind_thread(*world.device).empty());  // sets the thread's context and mode until it ends
+    CHECK(cuda::bind_thread(*world.device).empty());  // sets context and mode of this thread
     CHECK(fake_cuda::current_device() == 0);
     CHECK(fake_cuda::capture_mode() == cuda::kCaptureRelaxed);
   }).join();

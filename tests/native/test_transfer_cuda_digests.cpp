@@ -95,7 +95,7 @@ TEST_CASE("cuda digests: any number of threads makes and checks them, and names 
         store_and_load(*world, layerwise);
         CHECK(threads_named(kName) == threads - 1);
       }
-      CHECK(come_to(0, kName));  // the lane's destructor joined them
+      CHECK(come_to(0, kName));  // the lane's destructor has joined its threads
     }
   }
 }

@@ -330,7 +330,7 @@ TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forw
       for (int32_t block = 8; block < 16; ++block) CHECK(world.layer_holds(layer, block, block - 7));
     }
     CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
-    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // the lane does not try the kernel again
+    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // the lane does not launch that kernel again
     CHECK((copier.notes().find("the kernel that waits for a layer is not used any more") !=
            std::string::npos) == fails);
     CHECK(copier.capabilities().kernel);

@@ -66,7 +66,7 @@ class ReportingLane : public cuda::CudaLane {
 }  // namespace
 
 TEST_CASE("cuda reports: a stage that goes in two parts is issued and passed once, with its last part") {
-  // One layer of two pages fills a part.
+  // One layer of two pages fills one part of a stage.
   const CudaShape shape{.layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2, .extent_slots = 4};
   CudaWorld world(shape, {}, {.batch = true, .kernel = false});
   for (const OpKind kind : {OpKind::kD2H, OpKind::kH2D}) {

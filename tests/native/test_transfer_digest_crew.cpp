@@ -30,7 +30,8 @@ const char* const kCrewThread = "flexkv-digest";
 // The bytes of each run, by layer.
 using Shape = std::vector<std::vector<int64_t>>;
 
-// Pages in a host pool, each with different bytes. The addresses in the engine's pool are never read.
+// Pages in a host pool, each with different bytes. The view's addresses in the engine's pool are never
+// accessed.
 struct Pages {
   Pages(const Shape& shape, int32_t slot_count) : shape_(shape) {
     std::vector<Segment> runs;
@@ -303,7 +304,7 @@ TEST_CASE("digest crew: one that makes and one that checks share it") {
 
 namespace {
 
-// Stops each thread at each of its shares until let_go() or open() is called.
+// Stops each thread of the crew when it takes a share of work, until the test calls let_go() or open().
 class Turnstile {
  public:
   void pass(DigestWork work) {

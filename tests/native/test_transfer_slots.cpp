@@ -235,8 +235,8 @@ TEST_CASE("many loads and many reads at once: every page is there, or named") {
   const auto fails = [](int32_t slot) { return slot % 11 == 0; };
   std::thread reader([&] {
     for (const int32_t slot : order) {
-      // As with a disk, the bytes come first. Another thread of the engine reads the bytes only after the
-      // slot is settled.
+      // As with a real disk, the bytes are written before the slot is settled. Another thread of the engine
+      // reads the bytes only after the slot is settled.
       world.pool->slot(slot)[0] = std::byte{SlotWorld::value(slot)};
       world.settle(slot, 100 + slot / kEach, !fails(slot));
     }
@@ -286,7 +286,7 @@ TEST_CASE("many layerwise loads while layers come up: every byte is there, or it
           world.settle(slot, read, false);
           continue;
         }
-        // As with a disk, the bytes come before the slot is reported.
+        // As with a real disk, the bytes are written before the slot is reported.
         std::memset(world.pool->slot(slot) + layer * TransferWorld::kRunBytes, SlotWorld::value(slot),
                     TransferWorld::kRunBytes);
         if (layer + 1 < kLayers) {

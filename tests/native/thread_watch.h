@@ -34,8 +34,8 @@ bool comes_true(Condition condition, double seconds = 60) {
   return condition();
 }
 
-// Waits until exactly `count` threads have this name, at most `seconds`. A thread that was joined may stay
-// listed for a moment.
+// Waits until exactly `count` threads have this name, at most `seconds`. A wait is needed because a joined
+// thread may still be listed for a moment.
 inline bool come_to(int count, const std::string& name, double seconds = 60) {
   const auto deadline = deadline_in(seconds);
   while (threads_named(name) != count && seconds_until(deadline) > 0) std::this_thread::yield();
