@@ -113,11 +113,9 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
     }
   }
-  // This loop uses a copy of the list. Ops without pages may already finish in this loop.
-  const std::vector<std::shared_ptr<OpState>> ops = graph.ops;
-  for (const auto& op : ops) {
+  for (const auto& op : graph.ops) {
     const KindQueue& queue = queue_of(*op);
-    if (op->ended) continue;
+    if (op->ended) continue;  // an op without pages may have ended with the ops before it
     if (!queue.up) {
       end_all_pages(*op, PageState::kLaneDown, queue.down_reason);
     } else {
@@ -125,7 +123,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     carry_on();
   }
-  if (ops.empty()) remember(ticket, forgotten);
+  if (graph.ops.empty()) remember(ticket, forgotten);
   if (!coming_.empty()) {
     look_for_arrivals();  // some slots may already be filled
     arrivals_.notify_one();
@@ -306,7 +304,7 @@ int64_t Scheduler::cancel(int64_t ticket) {
   const auto found = graphs_.find(ticket);
   if (found == graphs_.end()) return 0;
   int64_t dropped = 0;
-  const std::vector<std::shared_ptr<OpState>> ops = found->second.ops;
+  const std::vector<std::shared_ptr<OpState>>& ops = found->second.ops;
   // Cancels successors first, so that their pages count as cancelled and not as skipped.
   for (auto op = ops.rbegin(); op != ops.rend(); ++op) {
     if ((*op)->ended) continue;
