@@ -39,8 +39,8 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
-// Returns an array over the vector's own memory. If the vector's capacity is much larger than its size,
-// copies the values instead, because Python may keep the array, and thus all the memory, for a long time.
+// Returns an array over the vector's own memory. Copies the values instead if the vector's capacity is much
+// larger than its size: Python may keep the array, and so all this memory, for a long time.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

@@ -1,6 +1,6 @@
-// Reads any Python sequence safely: holds a reference to each item while converting it, limits the length,
-// and reports an error if the sequence shrinks during the conversion. pybind11's own caster would reserve
-// memory for as many items as `__len__` claims.
+// Reads any Python sequence safely. It holds a reference to each item during the item's conversion, and
+// limits the length. It reports an error if the sequence shrinks during the conversion. pybind11's own caster
+// would reserve memory for as many items as `__len__` claims.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -163,9 +163,9 @@ class BlockIndex {
   // `leases` is the number of pins that each new entry gets in addition to the pin that `finish` drops.
   // `spare` says whether the new blocks are spare, that is, useful only to requests that diverge at these
   // blocks from the request that stored them. While spare blocks have more than their share of the slots,
-  // they are evicted before all others, in the order in which they were stored; otherwise they are evicted
-  // only if no other block can be evicted. A block stops being spare when a request hits it, or when it is
-  // inserted again without `spare`. Inserting with `spare` does not change known blocks.
+  // they are evicted before all other blocks, in the order in which they were stored. Otherwise they are
+  // evicted only if no other block can be evicted. A block stops being spare when a request hits it, or when
+  // it is inserted again without `spare`. Inserting with `spare` does not change known blocks.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
 
@@ -211,8 +211,8 @@ class BlockIndex {
   size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
                std::span<const uint32_t> groups = {});
 
-  // Leases and returns up to `count` blocks that had no lease, in the order in which they would be evicted,
-  // so that the caller can copy them to another tier first. O(1) per block, amortised over leases.
+  // Leases and returns up to `count` blocks that had no lease, in the order of eviction. The caller can then
+  // copy them to another tier before they are evicted. O(1) per block, amortised over leases.
   std::vector<EntryId> take_coldest(uint32_t group, size_t count);
 
   // Permanently takes the slots marked in `gone` out of use, and removes the blocks in them. `gone` has one

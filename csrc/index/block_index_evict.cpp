@@ -14,8 +14,8 @@ namespace {
 // Mooncake's conversation trace, with five windows of 1,024 tokens beside full attention, and caches of 1 to
 // 5 M tokens. With a share of one in 16 the hit ratio is 1.03 to 1.12 times the ratio without spare blocks. A
 // share of one in 5 is no better. With a share of zero the hit ratio is 1.02 to 1.17 times the ratio without
-// spare blocks, but then a prefix that many requests have in common is served only if everything fits in the
-// cache.
+// spare blocks. But with a share of zero, a prefix that many requests have in common is hit only if
+// everything fits in the cache.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace

@@ -10,9 +10,9 @@
 namespace flexkv {
 namespace {
 
-// A walk along a chain follows a link only if the next entry is at most this many entries away, because the
-// cache line of such an entry has probably been prefetched. A link to an entry farther away costs a full
-// memory latency, four times as much as an overlapped probe.
+// A walk along a chain follows a link only if the next entry is at most this many entries away. The cache
+// line of such an entry has probably been prefetched. A link to an entry farther away costs a full memory
+// latency, four times as much as an overlapped probe.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }

@@ -14,8 +14,8 @@ namespace {
 constexpr size_t kFirstBatch = 16;
 constexpr size_t kBatch = 64;
 
-// The byte that says where a page is: kUnknown before the page was probed, kAbsent if no tier has it,
-// otherwise 2 x (tier + 1), plus 1 if an op is filling the page.
+// A byte says where a page is. It is kUnknown before the page was probed, and kAbsent if no tier has the
+// page. Otherwise it is 2 x (tier + 1), plus 1 if an op is filling the page.
 constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);

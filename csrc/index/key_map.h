@@ -1,6 +1,6 @@
-// A flat hash map from keys to entries: open addressing with linear probing, in an array of 8-byte places. It
-// is never more than a quarter full, so that most probes end at the first or second place, and the CPU
-// predicts the branches of a probe well.
+// A flat hash map from keys to entries: open addressing with linear probing, in an array of 8-byte places.
+// The array is never more than a quarter full. So most probes end at the first or second place, and the CPU
+// predicts their branches well.
 //
 // A place is one element of the array. It holds 32 bits of the key's hash and the entry's number. The top
 // bits of the hash give the key's home, the place at which a probe starts. So a probe that misses reads no

@@ -12,11 +12,11 @@
 namespace flexkv {
 namespace {
 
-// After kShortRunsInARow consecutive runs of fewer than kShortRunPages pages, the lookup probes the next keys
-// in all tiers as a batch, because at the end of every run the lookup waits for one memory access per tier.
-// Source: a lookup of 8,192 keys in two tiers with 1M each, on an EPYC. If the tier changes at every block,
-// the lookup takes 1,300 us run by run, but 200 us in batches. If the tier changes every 64 blocks, the
-// lookup takes 60 us run by run, but 220 us in batches.
+// At the end of every run the lookup waits for one memory access per tier. So after kShortRunsInARow
+// consecutive runs of fewer than kShortRunPages pages, the lookup probes the next keys in all tiers as a
+// batch. Source: a lookup of 8,192 keys in two tiers with 1M each, on an EPYC. If the tier changes at every
+// block, the lookup takes 1,300 us run by run, but 200 us in batches. If the tier changes every 64 blocks,
+// the lookup takes 60 us run by run, but 220 us in batches.
 constexpr size_t kShortRunsInARow = 8;
 constexpr size_t kShortRunPages = 32;
 

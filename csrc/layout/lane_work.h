@@ -48,7 +48,7 @@ FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src
 }
 
 // Copies one lane's share of a run of any size and alignment. The lanes copy words as wide as the alignment
-// of both addresses allows, then a tail of at most one word of 8 bytes, one word of 4 bytes, and single
+// of both addresses allows. A tail follows: at most one word of 8 bytes, one word of 4 bytes, and single
 // bytes.
 template <int kInFlight = kLoadsInFlight>
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,

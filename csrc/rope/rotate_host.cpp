@@ -45,8 +45,8 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
 }
 
 // Rotates, copies or zeroes all rows. With `streaming`, writes bypass the caches if a head's number of pairs
-// is a multiple of eight: mixing cached and streaming stores in one cache line would cost more than either
-// kind alone.
+// is a multiple of eight. Otherwise cached and streaming stores would share cache lines, which costs more
+// than either kind alone.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;

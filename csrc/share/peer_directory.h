@@ -46,8 +46,9 @@ struct PagePiece {
   int64_t bytes;
 };
 
-// One run of a page at offset `at` in this unit's slot, and the offsets of its digest in the peer's slot
-// (`digest_from`) and in this unit's slot (`digest_to`). An offset of -1 means that the slot has no digest.
+// One run of a page, at offset `at` in this unit's slot. The run's digest is at offset `digest_from` in the
+// peer's slot and at offset `digest_to` in this unit's slot. An offset of -1 means that the slot has no
+// digest.
 struct PieceRun {
   int64_t at;
   int64_t bytes;

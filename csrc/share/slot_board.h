@@ -1,6 +1,6 @@
-// The board on which a unit shows other units the slots of one of its tiers: a row per slot says which page
-// the slot holds, and a ring lists the rows that changed. One process writes a board, others only read it
-// (docs/one-cache.md).
+// The board on which a unit shows other units the slots of one of its tiers. The board has one row per slot,
+// which says which page the slot holds. Its ring lists the rows that changed. One process writes a board,
+// others only read it (docs/one-cache.md).
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -8,8 +8,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: ops. How many ops' numbers the mover remembers: more than the queues of a transfer engine hold at
-// their default size, so that the number of an op in flight is never dropped.
+// Unit: ops. How many ops' numbers the mover remembers. The queues of a transfer engine hold fewer ops at
+// their default size, so the mover never drops the number of an op in flight.
 constexpr size_t kRememberedOps = 16384;
 // Damages a byte by an exclusive OR with this value.
 constexpr std::byte kDamage{0x5A};

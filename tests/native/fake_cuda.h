@@ -1,8 +1,8 @@
 // A FAKE CUDA driver for tests. Its device memory is host memory, and each of its streams is a thread that
 // executes a queue of work. Events behave as in the real driver: a wait for an event that was never recorded
-// returns at once, and a wait covers only work before the latest record at the time of the call. References
-// to contexts are counted per device, and each thread has its own current context. Graph capture forbids
-// calls by CUDA's rules. The fake checks that its callers keep the driver's rules, and fails calls on
+// returns at once. A wait covers only the work before the event's latest record at the time of the call.
+// References to contexts are counted per device, and each thread has its own current context. Graph capture
+// forbids calls by CUDA's rules. The fake checks that its callers keep the driver's rules, and fails calls on
 // request. Tests with it verify order and bookkeeping, but neither speed nor the behaviour of bugs in a real
 // driver.
 #pragma once
@@ -35,9 +35,9 @@ struct Calls {
   int64_t queries = 0;     // calls that query a stream or an event
   int64_t words = 0;       // number of words that streams have written
   int64_t word_waits = 0;  // number of enqueued kernels that wait for a word
-  // Maxima, separately for loads (index 0) and stores (index 1): bytes that the copy engine had in flight at
-  // once, bytes of one copy, bytes of one batch, multiprocessors that a kernel got, and kernels in flight at
-  // once.
+  // Maxima, separately for loads (index 0) and stores (index 1). They count the bytes that the copy engine
+  // had in flight at once, the bytes of one copy and of one batch, the multiprocessors that a kernel got, and
+  // the kernels in flight at once.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
   // The maximum number of stores of more than kLongStoreCopy bytes that the copy engine had in flight at
   // once. On a real GPU, a small copy on another stream waited 10 to 370 ms behind two such stores, and once
@@ -93,8 +93,8 @@ inline constexpr int64_t kAlways = INT64_MAX;
 void fail_launches(int64_t count);
 
 // Fails the next `count` calls of `function` with `code`. The function is cuCtxPushCurrent, cuMemHostAlloc
-// (which includes cuMemAlloc), cuEventRecord, cuStreamWriteValue32 or cuStreamIsCapturing, or "the kernel
-// that waits", which stands for launches of the kernel that waits for a word in device memory.
+// (which includes cuMemAlloc), cuEventRecord, cuStreamWriteValue32 or cuStreamIsCapturing. The name "the
+// kernel that waits" stands for launches of the kernel that waits for a word in device memory.
 inline constexpr cuda::Code kOutOfMemory = 2;
 void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
 // Makes each later call that frees memory call `call` first.

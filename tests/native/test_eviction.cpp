@@ -1,5 +1,5 @@
-// Checks the contract between the block index and its eviction policies, for every policy of flexkv, for
-// those of two_queues.h and most_recent.h, and with a policy that records the index's calls.
+// Checks the contract between the block index and its eviction policies. The tests use every policy of
+// flexkv, those of two_queues.h and most_recent.h, and a policy that records the index's calls.
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Tests trailers and slab files: what the trailer of a page must contain, which sectors the read of a range
-// of layers covers, and how long open slabs keep their folder locked.
+// Tests trailers and slab files: the required content of a page's trailer, the sectors that the read of a
+// range of layers covers, and the lock that open slabs keep on their folder.
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <sys/file.h>

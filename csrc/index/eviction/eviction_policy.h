@@ -36,8 +36,8 @@ struct PolicyRoom {
 
 // Says whether a request used the blocks that the index passes to EvictionPolicy::admit.
 struct Use {
-  // Whether a request hit these blocks. False if they have just been stored, if the lease that ended did not
-  // belong to a request, or if the call only restores the order of a request's blocks.
+  // Whether a request hit these blocks. It is false in three cases: the blocks have just been stored, the
+  // lease that ended did not belong to a request, or the call only restores the order of a request's blocks.
   bool hit = false;
 };
 
