@@ -109,8 +109,8 @@ class MiniPools:
                     cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
 
     def write_by_layer(self, rank: int, parts: Sequence[Part]) -> Iterator[str]:
-        """Writes the same KV as `write`, layer by layer. Yields the name of each layer after its numbers are written
-        and before those of later layers are.
+        """Writes the same KV as `write`, layer by layer. Yields the name of each layer after the layer's numbers are
+        written and before the numbers of later layers are written.
         """
         blocks: set[int] = set()
         for live, first, end in parts:

@@ -162,7 +162,7 @@ class World:
             self.ended[rank] = error
 
     def run(self, fault: Fault, rank: int = 1) -> list[Any]:
-        """Runs the forward pass. Returns for each rank what the forward pass returned or raised.
+        """Runs the forward pass. Returns for each rank the result of the forward pass, or the exception that it raised.
 
         Args:
             rank: the rank that fails.

@@ -298,7 +298,7 @@ def test_what_hangs_before_leaves_the_disks_their_time(monkeypatch: pytest.Monke
     pages.cache.close()
 
 
-# --- two documents that do not both fit the staging pool ---
+# --- two documents that the staging pool cannot hold at the same time ---
 
 FIRST, SECOND = np.arange(60), np.arange(200, 260)
 

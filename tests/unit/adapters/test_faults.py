@@ -58,7 +58,7 @@ def test_a_block_reused_under_a_stalled_store_is_not_published(make_engine: Make
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     engine.finish("one")
-    # This request needs six of seven blocks, so it overwrites blocks that the stalled store still reads.
+    # Request "two" needs six of seven blocks, so it overwrites blocks that the stalled store still reads.
     engine.add(make_request([*range(23)], "two"))
     engine.step()
     worker.movers[0].release()

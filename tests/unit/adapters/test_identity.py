@@ -172,7 +172,7 @@ def test_a_report_of_another_unit_frees_and_publishes_nothing(
     make_engine: Make, own: bool, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A report of another unit neither frees slots nor publishes pages. With `own`, the control, the same report comes
-    from this unit, so it does both.
+    from this unit. Then it frees the slots and publishes the pages.
     """
     engine = make_engine(remote=True)
     worker = engine.workers[0]

@@ -295,8 +295,8 @@ def point_files_elsewhere(root: Path) -> None:
 def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     tmp_path: Path, path: str, swap: Callable[[Path], None], named_before: bool
 ) -> None:
-    """If a link is changed to an older adapter, the name is valid only in this run. All files of both adapters are
-    older than the process, so file times do not show which adapter the engine has loaded.
+    """If a link is changed to point to an older adapter, the name is valid only in this run. All files of the new and
+    the old adapter are older than the process, so file times do not show which adapter the engine has loaded.
     """
     for name, weights in (("first", b"one"), ("other", b"two")):
         write(tmp_path / name, weights)

@@ -128,7 +128,9 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without room, a step offers only a few pages, for any number of pending pages and of requests that have them."""
+    """Without room, a step offers only a few pages, however many pages are pending and however many requests have
+    pending pages.
+    """
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):

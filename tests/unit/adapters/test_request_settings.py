@@ -37,7 +37,7 @@ ALL = frozenset(TIER_NAMES)
 
 
 class Read:
-    """Reads the settings of a request, and records what is logged about them."""
+    """Reads the settings of a request, and records the log messages about them."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.counters, self._caplog = Counters(), caplog
@@ -257,7 +257,7 @@ def test_a_sessions_time_becomes_no_longer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
 ) -> None:
     """A later piece of a session cannot extend the lifetime of the session's blocks. The session's two pieces have 10
-    and 9 tokens, so one block holds tokens of both.
+    and 9 tokens, so one block holds tokens of each piece.
     """
     extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
     engine = make_engine()
@@ -321,7 +321,7 @@ def test_a_session_changes_its_limit(
     make_engine: Make, limits: list[dict[str, Any] | None], stored: list[int]
 ) -> None:
     """A piece of a session can change the limit of stored tokens. The session's pieces have 10, 9 and 9 tokens. A piece
-    without settings keeps those of the previous piece.
+    without settings keeps the settings of the previous piece.
     """
     session = Session(make_engine(), range(100, 110), limits[0])
     session.go_on(range(110, 119), limits[1])

@@ -1,4 +1,6 @@
-"""A router that knows only KV events predicts what is served, even after evictions, dropped pages and resets."""
+"""A router that knows only KV events predicts the served tokens exactly, even after evictions, dropped pages and
+resets.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """After a restart, flexkv announces the pages that the earlier process left on disk. A router that knows only KV events
-then predicts exactly what is served.
+then predicts the served tokens exactly.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ PROMPT = list(range(100, 120))
 
 
 def core(executor: Any) -> Any:
-    """A vLLM engine core that has only an executor. `executor` is called for each call of the workers."""
+    """Makes a vLLM engine core that has only an executor. Each call of the workers calls `executor`."""
     made = object.__new__(engine_core.EngineCore)
     made.model_executor = SimpleNamespace(collective_rpc=executor)
     return made
@@ -35,7 +35,7 @@ def call(method: Any, *args: Any) -> None:
 
 
 def stored(make_engine: Make) -> MiniEngine:
-    """An engine that has stored a prompt, and no longer has it itself."""
+    """Returns an engine that has stored a prompt in flexkv's cache and has dropped its own prefix cache."""
     engine = make_engine()
     engine.run(make_request(PROMPT, "one"))
     engine.drain()
@@ -45,7 +45,7 @@ def stored(make_engine: Make) -> MiniEngine:
 
 
 def embed_anew(worker: Any) -> None:
-    """A function that a caller sends to the workers."""
+    """Stands for a function that a caller sends to the workers."""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_call_that_only_reads_leaves_the_cache(make_engine: Make, method: str)
 
 
 def test_a_call_that_fails_empties_the_cache_too(make_engine: Make) -> None:
-    """It may have changed some of the weights."""
+    """A call that fails empties the cache too, because it may have changed some of the weights."""
     engine = stored(make_engine)
 
     def fail(*_: Any) -> None:
@@ -88,8 +88,8 @@ def test_a_call_that_fails_empties_the_cache_too(make_engine: Make) -> None:
 
 
 def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) -> None:
-    """vLLM keeps its own blocks, and computes with them until its cache is reset. What it computes from them is neither
-    stored nor served.
+    """KV of the former weights is not stored after a call that changes the weights. vLLM keeps its own blocks, and
+    computes with them until its cache is reset. flexkv neither stores nor serves the results.
     """
     engine = stored(make_engine)
     first = make_request(PROMPT, "two")
@@ -107,7 +107,9 @@ def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) ->
 
 
 def test_of_vllms_own_calls_only_those_that_change_weights_reset_the_cache() -> None:
-    """A call that vLLM makes regularly and that only reads would otherwise keep the cache empty."""
+    """vLLM itself makes some calls of the workers, and only the calls that change weights reset flexkv's cache. If a
+    regular call that only reads did so, the cache would stay empty.
+    """
     root = Path(vllm.__file__).parent
     files = [*root.joinpath("v1", "engine").rglob("*.py"), *root.joinpath("entrypoints").rglob("*.py")]
     made = re.compile(r"(?<!executor)\.collective_rpc\(\s*\"(\w+)\"")

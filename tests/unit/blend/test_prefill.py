@@ -129,7 +129,7 @@ def test_positions_count_on_from_what_the_engine_has(model, cache) -> None:
     assert relative(elsewhere.layers[0].keys, wanted.layers[0].keys[:, :, 23:]) > 0.1
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
+# --- masks ---
 
 
 def test_no_row_attends_to_a_later_position() -> None:
@@ -194,7 +194,7 @@ def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) ->
     assert worst_layer(wrong.kv, right.kv, slice(21, 30)) > 0.05
 
 
-# --- the cache --------------------------------------------------------------------------------------------------------
+# --- the cache ---
 
 
 def test_the_same_segment_twice_and_leading_blocks(model, cache) -> None:
@@ -240,7 +240,7 @@ def test_generation_goes_on_from_the_blended_cache(model, cache) -> None:
         wanted_logits, wanted = full(model, token, past=wanted)
 
 
-# --- invalid calls, and conditions that turn blending off -------------------------------------------------------------
+# --- invalid calls, and conditions that turn blending off ---
 
 
 def test_a_model_that_rotates_otherwise_turns_blending_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -197,7 +197,8 @@ class Damage:
         self.other = header.header_bytes + other * self.image
 
     def data(self) -> None:
-        flip(self.slab, self.start + 2 * 2048 + 77)  # layer 2 of 4: K and V of 8 tokens, 2 heads of 16 floats
+        # The byte is in the third layer. A layer's K and V of 8 tokens, with 2 heads of 16 floats, have 2048 bytes.
+        flip(self.slab, self.start + 2 * 2048 + 77)
 
     def trailer(self) -> None:
         flip(self.slab, self.start + 4 * 2048 + 4)

@@ -20,8 +20,9 @@ NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")
 
 
 def declared() -> set[str]:
-    """Returns the packages in pyproject.toml's dependencies, and in those requirements files whose packages the page
-    explains one by one."""
+    """Returns the packages in pyproject.toml's dependencies, and the packages of the requirements files that the page
+    explains package by package.
+    """
     project = (ROOT / "pyproject.toml").read_text()
     blocks = re.findall(r"^(?:dependencies|requires) = \[(.*?)\]", project, re.S | re.M)
     entries = [entry for block in blocks for entry in re.findall(r'"([^"]+)"', block)]

@@ -276,8 +276,8 @@ def package_sources() -> dict[str, str]:
 
 @cache
 def named_modules(source: str) -> tuple[str, ...]:
-    """Returns the modules that a file uses: those that it imports, and those whose names it contains as strings. Such a
-    name is imported on first use, or run as a process.
+    """Returns the modules that a file imports, and the modules whose names it contains as strings. It imports such a
+    module on first use, or runs it as a process.
     """
     strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     programs = [name for name in strings if isinstance(name, str) and re.fullmatch(r"flexkv(\.\w+)+", name)]

@@ -92,7 +92,7 @@ def joined(comments: Iterator[tuple[int, bool, str]]) -> list[Passage]:
 
 
 def python_passages(source: str) -> list[Passage]:
-    """Returns the docstrings of a Python file, including those of attributes, and its comments."""
+    """Returns the comments of a Python file, and its docstrings, including the docstrings of attributes."""
     docstrings = [
         Passage(node.lineno, node.value.value)
         for node in ast.walk(ast.parse(source))

@@ -1,4 +1,4 @@
-"""c_ext.pyi declares exactly what the native core has: each function, class and member, with its parameters."""
+"""c_ext.pyi declares exactly the content of the native core: each function, class and member, with its parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every variable FLEXKV_* that some code reads is a setting, or the docs explain what else it is."""
+"""If some code reads a variable FLEXKV_*, the variable is a setting, or the docs explain its purpose."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FILES = ("unit/test_a.py", "unit/test_b.py", "native/test_c.py", "native/test_d.
 
 
 def run_files(folder: Path, workers: int) -> str:
-    """Runs FILES with this number of workers, in the order of the suite's conftest. Returns what pytest printed."""
+    """Runs FILES with this number of workers, in the order of the suite's conftest. Returns pytest's output."""
     for name in FILES:
         path = folder / "tests" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -163,8 +163,8 @@ class DiskWorld:
     def end_load(
         self, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
     ) -> Completion:
-        """Reports a load's result for rank 0, which must be the last rank to report. Returns what the manager reports
-        about the load.
+        """Reports a load's result for rank 0, which must be the last rank to report. Returns the manager's completion
+        of the load.
         """
         status = status or (OpStatus.FAILED if failed else OpStatus.OK)
         done = self.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))

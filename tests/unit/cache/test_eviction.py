@@ -1,4 +1,4 @@
-"""Compares the evictions of each policy with a model. Also tests what a manager counts as a hit."""
+"""Compares the evictions of each policy with a model. Also tests which uses of a block a manager counts as hits."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_an_unknown_policy_is_refused_with_what_is_allowed() -> None:
         c_ext.BlockIndex([4], "lfu")
 
 
-# --- what counts as a hit ---------------------------------------------------------------------------------------------
+# --- uses that count as hits ---
 
 
 def manager_of(policy: str, slots: int = 16) -> LocalCacheManager:

@@ -364,8 +364,8 @@ def test_groups_that_share_places_expire_apart() -> None:
 
 
 def test_a_tier_that_keeps_no_times_gets_no_page_that_expires() -> None:
-    """A page with a time to live is not written to a tier that keeps no expiry, because the tier would serve the page
-    for ever. A store that machines share is such a tier.
+    """A page with a time to live is not written to a tier that keeps no expiry, because this tier would serve the page
+    for ever. One such tier is a store that machines share.
     """
     assert not SymbolicTier.keeps_times
     world = DiskWorld()

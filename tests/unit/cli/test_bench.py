@@ -54,8 +54,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
-    # Every relevant run length has a row. The rate of both directions at once is compared with the rate of one
-    # direction.
+    # Every relevant run length has a row. The rate of copies in both directions at the same time is compared with the
+    # rate of one direction.
     assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
     one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
     for row in rows:

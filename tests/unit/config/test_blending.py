@@ -1,4 +1,6 @@
-"""Tests a request's fields for blending, the settings for blending, and the values that are refused in both."""
+"""Tests a request's fields for blending, the settings for blending, and the values that flexkv refuses in these fields
+and settings.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def uses(key: str) -> dict[str, str]:
     """Returns for each engine "works", or the reason why the setting has no effect in it.
 
     Raises:
-        KeyError: neither of the two tables has the setting, or both have it.
+        KeyError: neither EVERYWHERE nor PARTLY has the setting, or both have it.
     """
     if (key in EVERYWHERE) == (key in PARTLY):
         raise KeyError(key)

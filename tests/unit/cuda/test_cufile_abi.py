@@ -1,4 +1,4 @@
-"""The declarations in csrc/gds/cufile_shim.h agree with those of the real cufile.h, in CUDA 12 and 13."""
+"""The declarations in csrc/gds/cufile_shim.h agree with the declarations in the real cufile.h, in CUDA 12 and 13."""
 
 from __future__ import annotations
 

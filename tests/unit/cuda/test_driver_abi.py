@@ -29,7 +29,8 @@ STRUCTS = {
     ),
 }
 """For each structure of driver.h: NVIDIA's name for it, and NVIDIA's name for each of its members. A structure comes
-before those that contain it."""
+before the structures that contain it.
+"""
 
 VALUES = {
     "kSuccess": "CUDA_SUCCESS",

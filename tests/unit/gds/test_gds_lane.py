@@ -291,7 +291,7 @@ def test_cancelled_loads_and_reused_blocks(world: SlabWorld) -> None:
     engine, rank = world.engines[0], world.ranks[0]
     stored = rank.by_block[:6].copy()
     dropped = 0
-    for _ in range(100):  # until a cancel comes before the disk read begins
+    for _ in range(100):  # repeats until a cancel comes before the disk read begins
         ops = [world.op(OpKind.GDS_READ, list(range(6)), list(range(6))) for _ in range(12)]
         ops.append(world.op(OpKind.GDS_READ, list(range(6, 12)), list(range(6, 12))))
         tickets = [ticket for op in ops if (ticket := engine.submit(TransferGraph((op,))))]

@@ -21,7 +21,7 @@ RANGES = (0, 1, 3)
 
 
 def load(world: SlabWorld, places: list[int], blocks: list[int], rank: int = 0) -> OpResult:
-    """Runs a layerwise load, waiting for each layer in turn. Returns its result."""
+    """Runs a layerwise load and waits for each layer in turn. Returns the load's result."""
     engine = world.engines[rank]
     op = replace(world.op(OpKind.GDS_READ, places, blocks, (), NO_DIGESTS), layerwise=True)
     ticket = engine.submit(TransferGraph((op,)))

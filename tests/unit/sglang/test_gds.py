@@ -187,8 +187,8 @@ def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
 def test_an_offload_by_two_ways_ends_with_the_last_of_them(
     worlds: Any, tmp_path: Path, last_fails: bool
 ) -> None:
-    """An offload that stores some pages in host memory and others directly on disk ends when both ops have ended. Pages
-    whose copy on disk is being read go to host memory, the others directly to disk.
+    """An offload may store some pages in host memory and others directly on disk. It ends when both ops have ended.
+    Pages whose copy on disk is being read go to host memory.
     """
     world, _ = restarted(worlds, tmp_path, disk__gds_stores=True)
     straight = world.cache.manager.tiers[1].straight

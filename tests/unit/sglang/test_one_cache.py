@@ -186,8 +186,8 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
 
 def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
     """A page that its unit has overwritten is a miss for other engines. The second engine has read the first unit's
-    index at its start, so it does not know what was overwritten later. It notices the change because each page on disk
-    identifies itself.
+    index at its start, so it does not know which pages were overwritten later. It notices the change because each page
+    on disk identifies itself.
     """
     slots = {"disk__bytes_per_folder": 3 * 8192}
     one = start(sglang(), **slots)

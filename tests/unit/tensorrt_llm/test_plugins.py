@@ -1,5 +1,5 @@
-"""Plugins beside TensorRT-LLM's connector look up what the executor has stored. The plugins end when the connector
-ends.
+"""Plugins beside TensorRT-LLM's connector look up pages that the executor has stored. The plugins end when the
+connector ends.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
     """The control: if the scheduler forgets the request before the second load, the request gets garbage. The omitted
-    case does not fail, because both orders are late and the second replaces the first.
+    case does not fail, because the orders of both loads are late and the second order replaces the first.
     """
     world = stored(make_world)
     late = LateOrders(world)
