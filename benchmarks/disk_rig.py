@@ -118,7 +118,7 @@ class Rig:
             assert result.status is OpStatus.OK, result.reason
 
     def _batches(self, kind: OpKind, places: NDArray[np.int32]) -> None:
-        """Reads or writes the pages in these disk slots in batches, with IN_FLIGHT batches in flight."""
+        """Reads or writes the pages in the disk slots `places` in batches, with IN_FLIGHT batches in flight."""
         moving: deque[tuple[Ticket, NDArray[np.int32]]] = deque()
         parts = [places[first : first + self.batch] for first in range(0, len(places), self.batch)]
         for number, part in enumerate(parts):
@@ -146,7 +146,7 @@ class Rig:
         return sum(len(pages.places) for pages in events.durable)
 
     def write(self, places: NDArray[np.int32]) -> None:
-        """Writes the pages in these disk slots, and returns when all are durable."""
+        """Writes the pages in the disk slots `places`, and returns when all of them are durable."""
         self.generations[places] = self.unit.next_generations(len(places))
         before = len(self.lags_s)
         self._batches(OpKind.DISK_WRITE, places)

@@ -19,7 +19,7 @@ MANY_BLOCKS = 1024
 
 
 def beside_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for the engine's own work while loads and stores run beside it."""
+    """Goals for the engine's own work while loads and stores run."""
     measured = [row for row in rows if row["factor"] is not None and row["pinned"]]
     one_way = [row for row in measured if row["direction"] != BOTH]
     by_engine = [row for row in one_way if row["path"] != KERNEL]

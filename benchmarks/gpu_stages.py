@@ -28,14 +28,14 @@ BEGUN: tuple[State, ...] = (*ENDED, "cut", "running")
 """A step in one of these states may have written its result file."""
 
 TERM_S = 5.0
-"""Seconds that a child gets to end after SIGTERM, before it is killed."""
+"""Seconds that a child process may take to end after SIGTERM. Then it is killed."""
 ENDING_S = 3 * TERM_S
 """The most seconds that `_end` takes. A stage may end this much later than its limit."""
 TAIL_BYTES = 4000
 """The step's record contains the last bytes of the step's output, up to this many. The step's log contains all
 output."""
 PR_SET_PDEATHSIG = 1
-"""The option of prctl by this name, from linux/prctl.h."""
+"""The number of the prctl option with this name, from linux/prctl.h."""
 LAST_CHARACTERS = 160
 """Maximum number of characters that the outcome of a failed step shows of the last line of the step's output."""
 SHORTEST_S = 5.0
@@ -286,7 +286,7 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 
 @contextmanager
 def _ended_by_term() -> Iterator[None]:
-    """Within this context, a SIGTERM to this process raises SystemExit, so that the running child is ended, too."""
+    """Within the `with` block, a SIGTERM to this process raises SystemExit, so that the running child is ended, too."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -116,7 +116,7 @@ class Way(ABC):
 
     @abstractmethod
     def run(self, after_layer: Callable[[], None] | None) -> None:
-        """Loads all layers, and calls `after_layer` whenever the next layer is in place."""
+        """Loads all layers, and calls `after_layer` each time a layer is in paged memory."""
 
     @abstractmethod
     def close(self) -> None:
@@ -214,7 +214,7 @@ class ThroughBuffers(Way):
         next(steps)
         sent, report = 0, None
         for layer in range(LAYERS):
-            # Starts the next layers before it waits for this one.
+            # Begins to load the next layers before it waits for layer `layer`.
             for ahead in range(sent, min(layer + 1 + pipeline.prefetch_layers, LAYERS)):
                 steps.send(self.source.take(ahead))
                 sent = ahead + 1

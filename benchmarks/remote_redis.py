@@ -135,7 +135,7 @@ class Hiredis:
 
 def medians(methods: dict[str, Method], rounds: int, repeats: int = 1) -> dict[str, float]:
     """Returns the median seconds of one call of each method. The methods take turns in a rotating order, so that noise
-    affects all alike.
+    affects all methods alike.
     """
     times: dict[str, list[float]] = {name: [] for name in methods}
     order = list(methods)

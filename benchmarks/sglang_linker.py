@@ -2,11 +2,11 @@
 time of a request without a hit.
 
 Two engines, one of them without flexkv, run at the same time and take turns, so that other load on the machine affects
-both alike. A hit is measured after the engine dropped its own cache and reused its first pages for another prompt. Each
-hit is compared with a hit in the engine's own cache, which is as fast as a hit can be. CPU time is user and system time
-of all processes of an engine; in both engines an idle scheduler sleeps. flexkv's own part is also measured by clocks on
-its hooks, and from the CPU time of its threads. These measurements are exact, whereas the difference between two
-engines is smaller than their noise.
+both engines alike. A hit is measured after the engine dropped its own cache and reused its first pages for another
+prompt. Each hit is compared with a hit in the engine's own cache, which is as fast as a hit can be. CPU time is user
+and system time of all processes of an engine; in both engines an idle scheduler sleeps. flexkv's own part is also
+measured by clocks on its hooks, and from the CPU time of its threads. These measurements are exact, whereas the
+difference between two engines is smaller than their noise.
 
     python -m benchmarks.sglang_linker [--model wide] [--runs 7] [--json out/sglang_linker.json] [--check]
 """

@@ -90,7 +90,7 @@ def spread(steps: Iterable[Step]) -> Spread:
 
 
 def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Step]:
-    """Returns the steps during which a copy of this kind was in flight."""
+    """Returns the steps during which a copy of the kind `kind` was in flight."""
     return [step for step in steps if any(copy.kind == kind and _meets(step, copy) for copy in copies)]
 
 
@@ -128,7 +128,7 @@ def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
 
 
 def longest(steps: Sequence[Step], copies: Sequence[Copy]) -> list[dict[str, object]]:
-    """Returns the MOST_LONGEST longest steps, each with what happened during it."""
+    """Returns the MOST_LONGEST longest steps, each with a description of the work during the step."""
     chosen = sorted(steps, key=lambda step: step.ms, reverse=True)[:MOST_LONGEST]
     return [{"ms": round(step.ms, 3), "cause": cause(step, steps, copies)} for step in chosen]
 

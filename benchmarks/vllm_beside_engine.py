@@ -220,8 +220,8 @@ class Engine:
         return self._taken()
 
     def prompts(self, length: int, streams: list[int], least_steps: int, window_s: float) -> dict[str, Any]:
-        """Runs prompts of `length` tokens one after the other beside the running request, until all have ended or the
-        time is over.
+        """Runs prompts of `length` tokens one after the other while the running request continues, until all prompts
+        have ended or the time is over.
 
         Args:
             streams: numbers of the prompts; equal numbers give equal prompts.

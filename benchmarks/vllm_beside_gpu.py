@@ -65,7 +65,7 @@ class Size:
     """The sizes of the model, of the engine's pool and of the prompts.
 
     Attributes:
-        prompt_tokens: number of tokens of each prompt beside the running request.
+        prompt_tokens: number of tokens of each prompt that runs at the same time as the running request.
         loaded_prompts: number of prompts that are repeated in turns. All of them together are larger than the engine's
             pool.
         least_steps: minimum number of decoding steps during copies for a conclusive result.
@@ -92,7 +92,7 @@ class Size:
 
 
 GPU_SIZE = Size(32, 2048, 16, 8, 128, 3072, 32000, 40960, 8192, 8, 57344, 12 * GIB, 500, 8192, 16)
-"""A Llama with 1.1 billion weights and as much KV as a larger one: 128 KiB per token, 1 GiB per prompt."""
+"""A Llama with 1.1 billion weights and as much KV as a larger model: 128 KiB per token, 1 GiB per prompt."""
 CPU_SIZE = Size(2, 128, 2, 1, 64, 256, 1024, 6144, 512, 20, 8192, 1 << 26, 12, 512, 32)
 
 

@@ -2,14 +2,14 @@
 vLLM's own connectors serves.
 
 Every connector has its own engine. All engines run at the same time and take turns, so that other load affects all
-alike. A hit is measured after the engine dropped its prefix cache. If a connector's name contains "disk", host memory
-is too small for two prompts, so another prompt has evicted the measured one, and the hit comes from disk. If the name
-contains "streamed", flexkv promises the prompt to the engine before it has read the prompt (`disk.stream`). If the name
-contains "stores by layer", flexkv copies each layer while the forward pass computes the next (`store.mode` layerwise);
-otherwise it copies complete blocks after the forward pass. "stored" is the time from a computed prompt's answer until
-the prompt is in the cache. "own" is the time of the same prompt when the engine's own prefix cache serves it, and shows
-what any hit costs. The additional time of flexkv's hit is compared with a memcpy of the same bytes by one thread in the
-same run.
+engines alike. A hit is measured after the engine dropped its prefix cache. If a connector's name contains "disk", host
+memory is too small for two prompts, so another prompt has evicted the measured one, and the hit comes from disk. If the
+name contains "streamed", flexkv promises the prompt to the engine before it has read the prompt (`disk.stream`). If the
+name contains "stores by layer", flexkv copies each layer while the forward pass computes the next (`store.mode`
+layerwise); otherwise it copies complete blocks after the forward pass. "stored" is the time from a computed prompt's
+answer until the prompt is in the cache. "own" is the time of the same prompt when the engine's own prefix cache serves
+it, and shows what any hit costs. The additional time of flexkv's hit is compared with a memcpy of the same bytes by one
+thread in the same run.
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -263,7 +263,7 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
                 "met": value <= ADDED_OVER_MEMCPY_MAX,
             }
     if DISK_SYNC in results and DISK_LAYERWISE in results:
-        # Ratios are taken within a run, so that a change of other load on the machine affects both.
+        # Ratios are taken within a run, so that other load on the machine affects both times of a ratio alike.
         pairs = zip(results[DISK_LAYERWISE].hit, results[DISK_SYNC].hit, strict=True)
         value = statistics.median(layerwise / sync for layerwise, sync in pairs)
         found["disk hit, flexkv layerwise / sync"] = {

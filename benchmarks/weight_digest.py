@@ -35,7 +35,7 @@ GB = 1_000_000_000
 FILE_BYTES = 1 << 30
 WRITE_BYTES = 64 << 20
 GOAL_RATIO = 0.8
-"""The rate of the digest should be at least this share of that of a bare read."""
+"""The rate of the digest should be at least this share of the rate of a bare read."""
 LARGE_BYTES = 140 * GB
 """Size of the weights of a model with 70 billion parameters of two bytes."""
 MOST_TABLE_TENSORS = 300

@@ -132,7 +132,8 @@ def _no_redis() -> str | None:
 
 
 def no_sftp() -> str | None:
-    """Returns None if the machine can serve a folder over SFTP and mount it, otherwise what it lacks."""
+    """Returns None if the machine can serve a folder over SFTP and mount it; otherwise a text with the missing
+    programs."""
     lacking = [] if shutil.which("sshfs") else ["no sshfs on PATH"]
     if sftp_server() is None:
         lacking.append(f"none of {', '.join(map(str, SFTP_SERVERS))}")

@@ -24,7 +24,7 @@ STEP_GIVE_UP_S = 1200.0
 """Seconds after which a step counts as hanging. A step of downloads and unpacking takes a few minutes on two cores."""
 
 ROOM_BYTES = 6 << 30
-"""Free bytes that the disk must have: the environment takes 3 GB, and pip unpacks beside it."""
+"""Free bytes that the disk must have. The environment takes 3 GB, and pip unpacks packages on the same disk."""
 
 HINT = """\
 SGLang's wheels cannot be had here, so the tests with the real SGLang will fail. Let pip reach an index that has them

@@ -26,8 +26,8 @@ STAMP = "made"
 GIVE_UP_S = 900.0
 """Seconds after which a step counts as hanging. A download of 340 MB takes seconds to minutes."""
 ROOM_BYTES = 3 << 30
-"""Free bytes that the disk must have: the environment takes 1 GB, mostly for Triton, and the wheels are beside it until
-they are unpacked.
+"""Free bytes that the disk must have. The environment takes 1 GB, mostly for Triton, and the wheels are on the same
+disk until they are unpacked.
 """
 
 KEPT = (".py", ".json", ".txt", ".jinja")

@@ -65,7 +65,7 @@ class Turn:
 
 @dataclass
 class Script:
-    """Plays the script on two engines in turns, so that other load on the machine affects both alike.
+    """Plays the script on two engines in turns, so that other load on the machine affects both engines alike.
 
     Both engines get the same prompts. The prompt of a later turn contains the answers that the engine without flexkv
     gave in earlier turns.

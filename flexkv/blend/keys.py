@@ -1,7 +1,7 @@
 """Keys of segments. A segment's keys depend only on its own tokens, not on its position or on the text before it.
 
-Keys of segments and keys of prefixes may be in one index. Their namespaces differ, so a lookup for one kind never finds
-the other.
+Keys of segments and keys of prefixes may be in one index. Their namespaces differ, so a lookup of a segment never finds
+a prefix, and a lookup of a prefix never finds a segment.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in a device's facts -> the driver attribute with its value. These attributes decide how copies can be made."""
+"""Key in a device's facts -> the driver attribute with the key's value. These attributes decide how copies can be
+made."""
 
 
 def gpu_facts() -> Facts:

@@ -36,7 +36,8 @@ def gpu_driver_is_loaded(root: Path = Path("/")) -> bool:
 
 
 def hints(machine: Machine) -> list[str]:
-    """Returns one line per hint. It names the finding, the cost of it, and the command that makes the change."""
+    """Returns one line per hint. A line has the finding, the cost of the finding, and the command that makes the
+    change."""
     found = []
     if machine.private_pages == "never":
         found.append(

@@ -1,4 +1,5 @@
-"""`flexkv info`: shows what this build and this machine can do, and what an engine's start would refuse."""
+"""`flexkv info`: shows the capabilities of this build and this machine, and the problems that an engine's start would
+have."""
 
 from __future__ import annotations
 

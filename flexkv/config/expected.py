@@ -1,4 +1,5 @@
-"""Says what a setting accepts, in flexkv's words instead of those of pydantic, which checks the value."""
+"""Describes the values that a setting accepts. These texts replace the messages of pydantic, which checks the
+values."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ message adds the bounds."""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
-    """Says what was expected instead of a value that pydantic rejected. Messages of our own validators stay unchanged.
+    """Returns a text that describes the allowed values, for a value that pydantic rejected. Messages of flexkv's own
+    validators stay unchanged.
 
     Args:
         fault: an item of pydantic's `ValidationError.errors()`.

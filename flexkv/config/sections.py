@@ -43,7 +43,8 @@ SMALL_MACHINE_CPUS = 4
 MAX_VERIFY_THREADS = 16
 """More threads would not digest a piece of 8 MiB faster, and the native core does not accept more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
-"""With two layers, one is filled while the other is used. More than sixteen hide no more latency than sixteen do."""
+"""Bounds of `load.prefetch_layers`. With two layers, one layer is filled while the other one is used. More than sixteen
+layers hide no more latency."""
 
 
 class Section(BaseModel):

@@ -1,5 +1,5 @@
-"""Finds the conversion of one engine's pages to the order of elements of a different engine. If there is none, raises
-an error that says why.
+"""Finds the conversion of one engine's pages to the order of elements of a different engine. If there is no conversion,
+raises an error that says why.
 
 Every conversion is exact: it moves K and V of every token and head unchanged.
 """

@@ -44,7 +44,8 @@ def configure_logging(level: str, given: bool = False) -> None:
 
 
 def log_package(logger: logging.Logger) -> None:
-    """Logs this package's version and folder, and warns of other packages with its name. Does so once per process."""
+    """Logs the version and folder of this package, and warns of other packages named flexkv. Does nothing if called
+    again in the same process."""
     if "package" not in _warned:
         _warned.add("package")
         for is_warning, words in name_this_package():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 MOST_S = (1 << 53) - 1
-"""Largest number of seconds that a float represents exactly, like all smaller ones. In milliseconds, it fits a u64."""
+"""Largest number of seconds up to which a float represents all whole numbers exactly. In milliseconds, it fits into a
+u64."""
 
 
 def unix_now_s() -> int:

@@ -1,5 +1,5 @@
-"""Events of simulated disks: disks move pages, fail pages, cancel ops, report results late and in any order, and break
-down."""
+"""Events of simulated disks: disks move pages or report them as failed, cancel ops, report results late and in any
+order, and break down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Events of a simulation's ranks: ranks move pages, fail some of them, cancel ops, and report at random times."""
+"""Events of a simulation's ranks: ranks move pages or report them as failed, cancel ops, and report results at random
+times."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A seeded simulation of the control plane: the real manager, an engine whose blocks hold (epoch, key) instead of KV,
 and injected faults.
 
-Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves or fails pages, or
-reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose or refuse pages. An
-independent model checks the manager's answer after every call. Engine blocks and slots are checked to hold the content
-that belongs to their keys.
+Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves pages, reports
+pages as failed, or reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose
+or refuse pages. An independent model checks the manager's answer after every call. Engine blocks and slots are checked
+to hold the content that belongs to their keys.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class SymbolicTier(Tier, Source, Sink):
         self.epoch += 1
 
     def finish_reset(self, ends_s: float) -> None:
-        """Does nothing, because `begin_reset` has made all older content invalid."""
+        """Does nothing, because `begin_reset` has already made all older content invalid."""
 
     def poll(self, now_s: float) -> None:
         """Does nothing, because the tier notices a lost page only when the page is read."""

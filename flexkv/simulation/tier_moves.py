@@ -71,7 +71,7 @@ class TierMoves:
     # --- events ---
 
     def move(self) -> None:
-        """Moves or fails some pages of an op."""
+        """Moves some pages of an op, or records them as failed."""
         world = self.world
         moving = [each for each in self._moving.values() if each.result is None]
         if not moving:

@@ -43,7 +43,7 @@ while its last copies finish."""
 
 @dataclass(frozen=True, slots=True)
 class CopyKind:
-    """One kind of copies that runs beside the engine's work."""
+    """One kind of copies that runs at the same time as the engine's work."""
 
     direction: str
     kinds: tuple[OpKind, ...]

@@ -1,4 +1,5 @@
-"""Times loads with the GPU's own clock, without the time until this process notices that a load has finished."""
+"""Times loads with the GPU's own clock. So the times do not include the delay until this process notices that a load
+has finished."""
 
 from __future__ import annotations
 

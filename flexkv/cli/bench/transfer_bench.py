@@ -26,8 +26,8 @@ RUN_BYTES = tuple(4096 << i for i in range(11))
 
 LAYERS = 8
 STORE_RUN_BYTES = 1 << 20
-"""Run length, in bytes, of the store beside which something else is measured. It is long, so that the copy engine is
-busy.
+"""Run length, in bytes, of a store that runs while something else is measured. The runs are long, so that the copy
+engine is busy.
 """
 WAIT_S = 120.0
 NULL_STREAM = 0
@@ -312,7 +312,8 @@ class TransferBench:
 
     @contextmanager
     def storing(self) -> Iterator[Callable[[], None]]:
-        """Yields a function that stores all bytes once, in runs of `STORE_RUN_BYTES`, for use beside a measurement."""
+        """Yields a function that stores all bytes once, in runs of `STORE_RUN_BYTES`. It is called while something else
+        is measured."""
         run_bytes = min(STORE_RUN_BYTES, self._total // LAYERS)
         blocks = self._total // (run_bytes * LAYERS)
 

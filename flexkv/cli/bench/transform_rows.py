@@ -1,4 +1,5 @@
-"""Measures the layout transform, which also computes digests, beside the device's own copy of as many bytes."""
+"""Measures the layout transform, which also computes digests. Compares it with the device's own copy of as many
+bytes."""
 
 from __future__ import annotations
 

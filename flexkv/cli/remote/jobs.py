@@ -68,7 +68,7 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """Reads each value and returns what its trailer says; None for a name that the store does not have.
+    """Reads each value and returns the content of its trailer; None for a name that the store does not have.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -100,8 +100,8 @@ def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
 def drop(
     options: StoreOptions, names: Sequence[str], deadline_s: float
 ) -> tuple[list[bool], list[bool], str]:
-    """Removes values. Returns for each name whether the store had it and whether it is gone; then the store's last
-    error, which says why some are left."""
+    """Removes values. Returns for each name whether the store had its value, and whether the value is gone. Also
+    returns the store's last error, which is the reason if values are left."""
     with opened(options) as store:
         there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)

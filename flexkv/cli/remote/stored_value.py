@@ -26,7 +26,7 @@ ranks)."""
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """What a value's trailer says, and whether an engine would use the value.
+    """The content of a value's trailer, and whether an engine would use the value.
 
     Attributes:
         bytes: size of the value in bytes, including its trailer.
