@@ -1,4 +1,4 @@
-"""One Redis server for the tests that leave it unchanged."""
+"""Fixture: one Redis server that all tests share which leave its configuration unchanged."""
 
 from __future__ import annotations
 

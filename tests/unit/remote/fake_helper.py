@@ -1,5 +1,5 @@
-"""A stand-in for the helper process of the remote store. No process runs: the test sends the helper's messages and
-advances the clock.
+"""A stand-in for the helper process of the remote store. No process runs: the test sends messages in place of the
+helper, and advances the clock.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ STUCK_S = 5.0
 
 
 class FakeHelper:
-    """Replaces a `HelperProcess`, with only the attributes and methods that `HelperLink` uses.
+    """Replaces a `HelperProcess`. It has only the attributes and methods that `HelperLink` uses.
 
     Attributes:
         got: messages that the unit has sent to the helper.
-        says: messages for the unit that it has not received yet; an error stands for an invalid message.
+        says: messages to the unit, which the unit has not received yet; an error stands for an invalid message.
         room: whether the helper's socket accepts messages.
     """
 
@@ -74,7 +74,7 @@ class FakeHelper:
 
 
 class PlayedPlane:
-    """A remote plane whose helpers are FakeHelpers, controlled by the test. Its store is up at first.
+    """A remote plane whose helpers are FakeHelpers, which the test controls. At first its store works.
 
     Attributes:
         helpers: the helpers that were started, in order; the last one is running.
@@ -101,7 +101,7 @@ class PlayedPlane:
 
     def answer_alive(self, lost: str = "") -> None:
         """Makes the helper report that it is ready, and answer the unit's question whether the store is alive. If
-        `lost` is not empty, the answer is no, for this reason."""
+        `lost` is not empty, the helper reports the store as lost for this reason."""
         self.helper.says.append(Ready())
         self.plane.watch()
         self.helper.says.append(Answer(self.helper.all_of(Alive)[-1].number, lost=lost))
@@ -121,8 +121,8 @@ class PlayedPlane:
         return self.plane.submit(TransferGraph(ops)) is not None
 
     def get(self, number: int, pages: int = 3) -> list[int]:
-        """Submits op `number`, which reads `pages` pages. Returns the numbers of the messages that the plane sends for
-        it."""
+        """Submits op `number`, which reads `pages` pages. Returns the numbers of the messages to the helper that the
+        plane sends for this op."""
         return self._submit(number, OpKind.DISK_READ, pages, Get)
 
     def put(self, number: int, pages: int = 3) -> list[int]:

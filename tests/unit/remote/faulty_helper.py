@@ -1,8 +1,8 @@
-"""A helper that fails at moments that a test chooses. It runs in place of `flexkv.remote.helper` (see
+"""A helper that fails at moments that a test chooses. A test starts it in place of `flexkv.remote.helper` (see
 `helper_faults.py`).
 
-A decorator around the helper's store reads a plan from a file at every moment that has a name. The plan has the form
-`MOMENT DEED`: it says what the helper does, and at which moment. Without the file, the helper works as usual.
+A decorator around the helper's store reads a plan from a file at certain moments, each of which has a name. The plan
+has the form `MOMENT DEED`: at the moment MOMENT the helper does DEED. Without the file, the helper works as usual.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def act(moment: str) -> None:
 
 
 class FaultyStore(Store):
-    """Carries out the plan in the middle of each `get` and `put`, between the halves of its names. For `exists` and
-    `alive` the plan is carried out before the call, and the moment `check` comes after a `get`.
+    """Wraps a store. It carries out the plan in the middle of each `get` and `put`, after half of the names, and before
+    each call of `exists` and `alive`. The moment `check` comes after a `get`.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -100,7 +100,7 @@ def opened(options: StoreOptions) -> Store:
 
 
 def unchecked(*arguments: object) -> tuple[str, str]:
-    """Replaces the check of a value, as in a broken helper: any bytes count as the right page."""
+    """Replaces the check of a value: it accepts any bytes as the right page, as in a broken helper."""
     return "none", ""
 
 

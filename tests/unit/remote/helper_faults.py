@@ -20,7 +20,7 @@ from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit
 
 REAL, FAULTY = "flexkv.remote.helper", "tests.unit.remote.faulty_helper"
 SLACK_S = 20.0
-"""Seconds by which a load may exceed its time limit in these tests, because the machine may be busy."""
+"""Seconds by which a load may exceed its time limit in these tests, because a busy machine is slow."""
 
 
 class Plan:
@@ -59,8 +59,8 @@ def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
-    """Shortens the pauses before a failed store is tried again, for all units in this process. Tests kill helpers more
-    often than real ones fail, and must not wait that long.
+    """Shortens the pauses before a failed store is tried again, for all units in this process. Tests kill helpers far
+    more often than real helpers fail, and cannot wait for the usual pauses.
     """
     patch.setattr(breaker, "FIRST_REST_S", 0.05)
     patch.setattr(breaker, "LONGEST_REST_S", longest_s)
@@ -69,8 +69,8 @@ def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
 
 
 def state_of(pid: int) -> str:
-    """Returns the process's state as ps prints it: R, S, T (stopped) or Z (finished, but not reaped). Empty if there is
-    no such process."""
+    """Returns the process's state as ps prints it: R, S, T (stopped) or Z (finished, but not reaped). Returns an empty
+    string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -99,8 +99,8 @@ def leased(unit: RemoteUnit) -> int:
 
 
 def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> None:
-    """Starts a fetch of `keys` and returns when its reads are in flight. The request is then ended, so that only the
-    reads in flight keep the pages' slots.
+    """Starts a fetch of `keys`, and returns when its reads are in flight. Before it returns, it ends the request, so
+    that only the reads in flight keep the pages' slots leased.
     """
 
     def moves() -> bool:
@@ -113,8 +113,8 @@ def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> 
 
 
 def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
-    """Loads the pages of `keys` and compares every byte. Returns the number of tokens loaded. Asserts that the load
-    took no longer than a request may wait for the store.
+    """Loads the pages of `keys` and compares every byte. Asserts that the load took no longer than a request may wait
+    for the store. Returns the number of tokens loaded.
     """
     begun_s = time.monotonic()
     tokens = unit.load(keys)
@@ -124,7 +124,7 @@ def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
 
 
 def heals(unit: RemoteUnit, keys: Keys) -> None:
-    """Waits until the tier is up and serves all of `keys`, then asserts that no host slot has been lost."""
+    """Waits until the remote tier is up and serves all of `keys`, then asserts that no host slot has been lost."""
     unit.up()
 
     def served() -> bool:

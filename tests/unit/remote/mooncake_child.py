@@ -1,5 +1,5 @@
-"""A child process in the network namespace of a Mooncake. It opens a store and calls it for the test: `StoreChild` is
-the test's side, and `main` runs in the child.
+"""A child process in the network namespace of a Mooncake. It opens a store and calls the store's methods for the test.
+The test uses `StoreChild`, and `main` runs in the child.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.servers.namespace import Namespace
 
 ROOT = Path(__file__).resolve().parents[3]
 GUARD_BYTES = 64
-"""Number of guard bytes behind each part of a value's memory, which a get must not overwrite."""
+"""Number of guard bytes behind the memory of each part of a value. A get must not overwrite them."""
 GUARD = 0xA5
 REPLY_S = 60.0
 
@@ -33,8 +33,8 @@ REPLY_S = 60.0
 def read_parts(
     store: Store, names: Sequence[str], sizes: Sequence[Sequence[int]], deadline_s: float
 ) -> tuple[list[Outcome], list[list[bytes]], bool]:
-    """Gets values. Returns the outcomes, the bytes of each value's parts, and whether no byte behind a part was
-    written."""
+    """Gets values. Returns the outcomes, the bytes of each value's parts, and True if no guard byte behind a part was
+    overwritten."""
     memory = [[np.full(size + GUARD_BYTES, GUARD, np.uint8) for size in value] for value in sizes]
     parts = [
         [whole[:size] for whole, size in zip(*both, strict=True)] for both in zip(memory, sizes, strict=True)
@@ -73,8 +73,8 @@ class Answers:
     def pages(
         self, count: int, page_bytes: int, deadline_s: float
     ) -> tuple[set[Outcome], set[Outcome], bool]:
-        """Puts `count` random pages, then gets them. Returns the outcomes of the puts, those of the gets, and whether
-        all bytes came back unchanged."""
+        """Puts `count` random pages, then gets them. Returns the outcomes of the puts, the outcomes of the gets, and
+        whether all bytes came back unchanged."""
         sent = np.random.default_rng(0).integers(0, 256, (count, page_bytes), dtype=np.uint8)
         came = np.zeros_like(sent)
         names = [f"page/{number}" for number in range(count)]
@@ -83,8 +83,8 @@ class Answers:
         return set(put), set(got), bool((came == sent).all())
 
     def get_and_hold(self, names: list[str], page_bytes: int, deadline_s: float) -> list[Outcome]:
-        """Gets values into memory that is kept, and fills it with zeros after the call. `bytes_held` then shows whether
-        the library still writes to the memory after a get that failed.
+        """Gets values into memory that stays allocated, and fills this memory with zeros after the call. `bytes_held`
+        then shows whether the library still writes to it after a get that failed.
         """
         self._held = np.zeros((len(names), page_bytes), np.uint8)
         outcomes = self._opened().get(names, [[page] for page in self._held], deadline_s)
@@ -102,8 +102,8 @@ class Answers:
 
 
 def main() -> None:
-    # Mooncake's library may print to stdout, so the answers are written to a copy of that descriptor, and stdout itself
-    # is redirected to stderr.
+    # Mooncake's library may print to stdout. So the child writes its answers to a copy of that descriptor, and
+    # redirects stdout to stderr.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answers = Answers()
@@ -147,7 +147,7 @@ class StoreChild:
         self._process.stdin.flush()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the child. Returns its result, or raises the error that it raised."""
+        """Calls a method of the child. Returns the method's result, or raises the method's error."""
         self.begin(method, *arguments)
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], REPLY_S)
@@ -187,7 +187,7 @@ def store_child(
     program: Sequence[str] = ("-m", "tests.unit.remote.mooncake_child"),
     **options: Any,
 ) -> Iterator[StoreChild]:
-    """Starts a child. If `url` is given, the child opens the store there. Kills the child at the end."""
+    """Starts a child. If `url` is given, the child opens the store at this URL. Kills the child at the end."""
     with (folder / "child.log").open("ab") as log:
         child = StoreChild(namespace, log, environment, program)
     try:

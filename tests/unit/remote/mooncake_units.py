@@ -1,4 +1,4 @@
-"""Units whose store is a Mooncake. They run in a child process in its network namespace, and the test calls them
+"""Units whose store is a Mooncake. They run in a child process in Mooncake's network namespace, and the test calls them
 through `StoreChild`.
 """
 
@@ -15,12 +15,13 @@ from tests.unit.remote.helper_faults import begin_fetch, leased, load_in_time, r
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 
 FAST = {"remote__get_s": 1.0, "remote__stuck_s": 8.0}
-"""Settings of the units. A call of Mooncake's library may take 4.3 s, and a dead master is tried twice. So `stuck_s`,
-the time after which a silent helper is killed, is longer than its default of 5 s."""
+"""Settings of the units. A call of Mooncake's library may take 4.3 s, and a call to a dead master is tried twice. So
+`stuck_s`, the time after which a silent helper is killed, is longer than its default of 5 s."""
 
 
 class Units(mooncake_child.Answers):
-    """Methods that the test can call in the child. They make units, which the test identifies by names."""
+    """Methods that the test can call in the child. They make units and use them; the test refers to a unit by its
+    name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +34,8 @@ class Units(mooncake_child.Answers):
         return self._units[name].tier.down
 
     def store_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Computes the prompt's pages and lets the unit write them to the store once. Returns how many of these pages
-        are then in the store."""
+        """Computes the prompt's pages, and lets the unit try once to write them to the store. Returns how many of these
+        pages the store then has."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         unit.store(keys)
@@ -48,8 +49,8 @@ class Units(mooncake_child.Answers):
         return load_in_time(unit, chain(prompt, pages)) // BLOCK_TOKENS
 
     def set_out(self, name: str, kind: str, prompt: str, pages: int) -> bool:
-        """Starts to get or put the prompt's pages, and returns when ops are in flight. The result is whether all of
-        them are of this kind."""
+        """Starts to get or put the prompt's pages, and waits until ops are in flight. Returns whether all ops in flight
+        are of the given kind."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         if kind == "get":

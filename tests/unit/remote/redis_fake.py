@@ -1,5 +1,5 @@
-"""A fake Redis server that sends exactly the bytes that a test gives it, for faults that a real server cannot be made
-to show.
+"""A fake Redis server that sends exactly the bytes that a test gives it. It simulates faults that a test cannot cause
+in a real server.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 Script = Callable[[socket.socket, int], None]
-"""A function that is called with a connection's socket and number. When it returns, the connection is closed."""
+"""A function that the server calls with a connection's socket and number. When the function returns, the server closes
+the connection."""
 
 
 class FakeRedis:
@@ -59,11 +60,12 @@ class FakeRedis:
                 try:
                     self._script(taken, self.connections)
                 except OSError:
-                    continue  # the client rightly disconnected because of these bytes
+                    continue  # the client is right to disconnect after these bytes
 
 
 def says(*pieces: bytes, then: Callable[[socket.socket], None] | None = None) -> Script:
-    """Returns a script that waits for a request, sends each of the pieces with a separate call, and then calls `then`.
+    """Returns a script that waits for a request, sends each of the given pieces with a separate call, and then calls
+    `then`.
 
     Without `then`, the connection stays open until the client closes it.
     """

@@ -1,4 +1,4 @@
-"""Values for the tests of the Redis store. Their memory has guard bytes that reveal writes outside of a value."""
+"""Values for the tests of the Redis store. Guard bytes around their memory reveal writes outside of a value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def split(whole: Part, sizes: Sequence[int]) -> list[Part]:
 
 
 class Guarded:
-    """Memory for the parts of a value, with guard bytes before and after each part, which nothing may overwrite."""
+    """Memory for the parts of a value, with guard bytes before and after each part. No call may overwrite the guard
+    bytes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._memory = [np.full(size + 2 * GUARD_BYTES, GUARD, np.uint8) for size in sizes]

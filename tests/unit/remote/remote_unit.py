@@ -85,7 +85,8 @@ class RemoteUnit:
     ) -> None:
         self.shape = shape
         values = {"host.bytes": host_bytes, "host.huge_pages": "off", "remote.urls": url}
-        values["remote.probe_s"] = 2.0  # on a busy machine an answer may take longer than the default
+        # on a busy machine, the store's answer may take longer than the default
+        values["remote.probe_s"] = 2.0
         config = load_config(values | {k.replace("__", "."): v for k, v in settings.items()}, {})
         self.unit: LiveUnit = build_unit(
             config,
@@ -100,7 +101,7 @@ class RemoteUnit:
         self.manager = self.unit.manager
         self._requests = 0
 
-    # --- parts of the unit ---
+    # --- access to parts of the unit ---
 
     @property
     def tier(self) -> RemoteTier:
@@ -124,8 +125,8 @@ class RemoteUnit:
         return self.unit.pool.slot(slot)[start : start + self.shape.stripe_bytes]
 
     def digests(self, group: int, slot: int, rank: int) -> NDArray[np.uint64] | None:
-        """Returns the digests of the runs of a page's stripe, uint64, which the rank writes into the page's slot. None
-        if ranks make no digests."""
+        """Returns the digests of the runs of one rank's stripe in a page's slot, as uint64 that the caller can write.
+        Returns None if ranks make no digests."""
         start = self.unit.places[rank][group].digests
         if start is None:
             return None
@@ -152,7 +153,7 @@ class RemoteUnit:
         self.poll_until(lambda: not self.tier.down, f"the tier heals: {self.tier.down}", deadline_s)
 
     def store(self, keys: Keys, group: int = 0, tokens: int | None = None) -> int:
-        """Stores the pages of `keys` in host memory, in the place of every rank. Returns how many of them are new."""
+        """Stores the pages of `keys` in host memory, as every rank would. Returns how many of the pages are new."""
         plan = self.manager.begin_store("store", group, keys, np.arange(len(keys), dtype=np.int32), 0, tokens)
         if plan.graph is None:
             return 0
@@ -168,8 +169,8 @@ class RemoteUnit:
         return len(plan.stored)
 
     def match(self, keys: Sequence[Keys], request_id: str | None = None) -> tuple[str, MatchResult]:
-        """Looks up a request as vLLM does: repeatedly, for as long as flexkv answers that the request should wait.
-        Returns the request id and the result."""
+        """Looks up a request as vLLM does: it repeats the lookup as long as flexkv answers that the request should
+        wait. Returns the request id and the result."""
         if request_id is None:
             self._requests += 1
             request_id = f"request {self._requests}"
@@ -185,8 +186,8 @@ class RemoteUnit:
                 time.sleep(0.0005)
 
     def load(self, *keys: Keys) -> int:
-        """Looks up a prompt, loads the promised blocks in the place of every rank, and compares all their bytes.
-        Returns the number of tokens loaded."""
+        """Looks up a prompt, loads the promised blocks as every rank would, and compares all their bytes. Returns the
+        number of tokens loaded."""
         request_id, result = self.match(keys)
         tokens = result.tokens
         if not tokens:
@@ -210,7 +211,7 @@ class RemoteUnit:
         return tokens
 
     def lose_host(self) -> None:
-        """Evicts all pages from host memory, which is then empty as in a new process."""
+        """Evicts all pages from host memory, so that it is empty as in a new process."""
         index = self.manager.hub.index
         self.manager.hub.evict(0, index.up_slots(0))
 

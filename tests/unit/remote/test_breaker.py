@@ -1,4 +1,4 @@
-"""The breaker, which stops calls to a lost store for a while, and `KeyMemory`, a set that forgets each key after some
+"""The breaker, which stops calls to a lost store for a while. Also `KeyMemory`, a set that forgets each key after some
 seconds.
 """
 
@@ -23,7 +23,7 @@ def rest_of(breaker: Breaker, now_s: float) -> float:
 
 
 def fail(breaker: Breaker, now_s: float) -> float:
-    """Reports the store as lost at `now_s`. Returns the time from which the breaker allows the next call to it."""
+    """Reports the store as lost at `now_s`. Returns the time at which the breaker allows the next call to the store."""
     breaker.lost("gone", now_s)
     assert not breaker.due(now_s)
     until_s = breaker._until_s
@@ -70,8 +70,8 @@ def test_reports_of_one_loss_make_one_rest() -> None:
 
 
 def test_store_that_answers_and_is_lost_again_rests_longer_each_time() -> None:
-    """If the rests did not grow, a helper that answers once and dies at the next call would be restarted every second
-    for ever."""
+    """If a store answers and is lost again, the pause before the next call grows each time. Otherwise a helper that
+    answers once and dies at the next call would be restarted every second for ever."""
     breaker, now_s = closed(), 0.0
     losses = 0
     while now_s < 600.0:
@@ -97,18 +97,18 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
     half = WATCHED // 2
     assert breaker.judge(0, half) == ""
     assert str(half + 1) in breaker.judge(0, 1)
-    # Values that were judged before a loss no longer count.
+    # Values that were judged before a loss do not count any longer.
     breaker.lost("values", 0.0)
     assert breaker.judge(0, half) == ""
-    # Good values displace bad ones.
+    # Good values replace older bad values among the last ones.
     assert breaker.judge(WATCHED, 0) == ""
     assert breaker.judge(0, half) == ""
 
 
 @pytest.mark.parametrize("pages", [WATCHED + 1, 101, 1011])
 def test_of_many_values_at_once_the_share_counts(pages: int) -> None:
-    """If more values are judged at once than the breaker watches, it considers the share of bad ones among all of
-    them."""
+    """If more values are judged at once than the breaker watches, the breaker considers the share of bad values among
+    all of these values."""
     half = pages // 2
     assert closed().judge(pages - half // 2, half // 2) == ""
     assert closed().judge(pages - half - 1, half + 1)
@@ -141,7 +141,7 @@ def test_keys_added_first_go_first() -> None:
     clock, keys = Clock(), chain("a", 5)
     memory = KeyMemory(2.0, 3, clock)
     memory.add(0, keys[:3])
-    memory.add(0, keys[:1])  # added again, so that it is the newest
+    memory.add(0, keys[:1])  # adding the key again makes it the newest one
     memory.add(0, keys[3:])
     assert len(memory) == 3
     assert memory.has(0, keys).tolist() == [True, False, False, True, True]

@@ -111,8 +111,8 @@ def test_control_a_helper_without_a_fault_is_not_started_again(stored: Build, pl
 def test_helper_is_of_this_package_whatever_the_current_folder_has(
     stored: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe_path: str
 ) -> None:
-    """The current folder may have another package `flexkv`, for example a clone of the sources that was not built. The
-    helper must be that of the installed package."""
+    """A unit's helper comes from the installed package, even if the current folder has another package `flexkv`, for
+    example a clone of the sources that was not built."""
     (tmp_path / "flexkv").mkdir()
     (tmp_path / "flexkv" / "__init__.py").write_text("raise ImportError('another package')")
     monkeypatch.chdir(tmp_path)
@@ -132,8 +132,8 @@ def test_helper_killed_while_nothing_moves(stored: Build) -> None:
 
 
 def watch_slots(unit: RemoteUnit, pages: int) -> bool:
-    """Waits until the slots of a get are free. Returns whether they stayed leased until the get's stopped process was
-    reaped."""
+    """Waits until the slots of a get are free. Returns whether they stayed leased until the stopped process that ran
+    the get was reaped."""
     pid = unit.helper_pid
     wait_for(lambda: state_of(pid) == "T", "the helper stops")
     kept = leased(unit) == pages
@@ -159,8 +159,8 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
 
 
 def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a broken link ends the ops as soon as it kills the process, without waiting until the process is
-    reaped. The slots are freed while the process can still write to them.
+    """A control: if a link ends the ops as soon as it kills the process, and does not wait until the process is reaped,
+    slots are freed while the process can still write to them.
     """
     unit, lost = stored(), HelperLink.lost
 
@@ -181,8 +181,8 @@ def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch
 def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
     stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the link is intact, and the kernel takes long to kill the process, which meanwhile writes to its slots. No
-    other page may get these slots."""
+    """While a killed process can still write to its slots, no other page gets these slots. In this test the link works
+    correctly, and the kernel takes long to kill the process."""
     unit = stored()
     with monkeypatch.context() as patch:
         patch.setattr(HelperProcess, "kill", lambda self: None)
@@ -199,7 +199,7 @@ def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
         ends_s = time.monotonic() + 0.5
         while time.monotonic() < ends_s:
             assert unit.load(others) == len(others) * BLOCK_TOKENS
-            unit.load(KEYS)  # loads pages that the process had verified, or none
+            unit.load(KEYS)  # loads the pages that the helper's process had verified, or no page
     os.kill(pid, signal.SIGKILL)
     heals(unit, KEYS)
 
@@ -231,8 +231,8 @@ def test_helper_that_dies_at_the_first_start_is_an_error(redis: RedisServer, pla
 
 @pytest.mark.parametrize("deed", ["kill", "hang"])
 def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan: Plan, deed: str) -> None:
-    """The store may hang, or the client's library may crash on its answer. Neither means that the settings are wrong,
-    so the unit must start, with its remote tier down.
+    """A unit starts with its remote tier down if the store hangs, or if the client's library crashes on the store's
+    answer. Neither fault means that the settings are wrong.
     """
     plan.set("alive", deed)
     unit = stored()
@@ -243,7 +243,7 @@ def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan:
 
 
 def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer) -> None:
-    """When the engine's process is killed with gets in flight, its helper must end too."""
+    """If the engine's process is killed with gets in flight, its helper ends too."""
     stored()
     plan.set("get", "hold")
     child = subprocess.Popen(
@@ -263,7 +263,7 @@ def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer
         for stream in (child.stdin, child.stdout):
             assert stream is not None
             stream.close()
-    # The helper may remain a zombie (Z), because its new parent need not reap it.
+    # The helper may remain as a zombie (Z), because its new parent process need not reap it.
     wait_for(lambda: state_of(helper) in ("", "Z"), "the helper ends")
 
 

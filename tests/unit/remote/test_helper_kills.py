@@ -1,4 +1,4 @@
-"""Helpers are killed repeatedly, at random moments of gets, checks and puts, while another unit loads the same
+"""The test kills helpers repeatedly, at random moments of gets, checks and puts, while another unit loads the same
 pages."""
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ PROMPTS = 4
 VICTIMS = 3
 """Number of units whose helpers are killed in turn. While one helper restarts, the next one is killed."""
 LATEST_S = 0.006
-"""A helper is killed at most this long after an op began, when most of the op's 48 pages are still in flight."""
+"""The test kills a helper at most this many seconds after an op began. Most of the op's 48 pages are then still in
+flight."""
 
 
 class Killing:
-    """A unit `reader`, and units `victims` whose helpers are killed during their ops.
+    """A unit `reader`, and units `victims`. The test kills the victims' helpers during their ops.
 
     Attributes:
         hits: number of kills by the kind of op in flight: `get`, `put` or `check`; `too late` if none was.
@@ -69,7 +70,7 @@ class Killing:
 
     def _is_up(self, victim: RemoteUnit) -> bool:
         for other in self.victims:
-            other.unit.poll()  # so that the other victims' helpers restart meanwhile
+            other.unit.poll()  # polls every victim, so that the helpers of the others restart meanwhile
         return not victim.tier.down
 
     def load(self, unit: RemoteUnit, keys: Keys) -> None:
@@ -100,14 +101,15 @@ class Killing:
         in_flight = {moving.op.kind for moving in victim.plane._moving.values()}
         wanted = OpKind.DISK_WRITE if deed == "put" else OpKind.DISK_READ
         self.hits[deed if wanted in in_flight else "too late"] += 1
-        # Meanwhile the reader loads pages, and then the victim does.
+        # While the victim's helper restarts, the reader loads pages. Then the victim does.
         self.reader.lose_host()
         self.load(self.reader, self._random.choice(self.prompts + self._put[-2:]))
         victim.poll_until(lambda: not victim.unit.busy, "what was in flight ends")
         self.load(victim, prompt)
 
     def check(self) -> None:
-        """Asserts that all victims recover, and that every page that a killed put left in the store is right."""
+        """Asserts that all victims recover. Also asserts that a page has the right bytes if a killed put left it in the
+        store."""
         for victim in self.victims:
             heals(victim, self.prompts[0])
         for keys in self._put:
@@ -160,8 +162,8 @@ def test_control_a_plane_whose_killed_ops_are_good(
 def test_control_a_plane_that_loses_an_op(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """A control: if the plane forgets an op of a killed helper, the op's slots are never freed, and the check at the
-    end of each test finds this."""
+    """A control: if the plane forgets an op of a killed helper, the op's slots are never freed. The check at the end of
+    each test finds this."""
     reaped = RemotePlane.reaped
 
     def loses(self: RemotePlane, how: str) -> None:

@@ -1,4 +1,4 @@
-"""Mooncake's servers and clients die, hang and come back. Every call ends in time, reports no result that is not known,
+"""Mooncake's servers and clients die, hang and come back. Every call ends in time, reports only results that are known,
 and succeeds again after the fault.
 """
 
@@ -19,7 +19,8 @@ from tests.unit.remote.mooncake_child import StoreChild, store_child
 DEADLINE_S = 5.0
 HEALED_S = 30.0
 HANG_S = 15.0
-"""A call that takes longer counts as hanging. The slowest call takes 4.3 s on an idle machine."""
+"""A call that takes longer than this many seconds counts as hanging. The slowest call takes 4.3 s on an idle machine.
+"""
 VALUE = [bytes(range(200)), b"trailer"]
 SIZES = [200, 7]
 
@@ -92,7 +93,8 @@ def test_killed_master_costs_no_waiting_and_its_successor_is_used(
 ) -> None:
     master, _ = servers
     master.kill()
-    # If flexkv called the library here, the call would take at least 4.3 s.
+    # The limit is 4 s because a call of Mooncake's library takes at least 4.3 s. So this shows that flexkv does not
+    # call the library.
     assert_nothing_is_known(child, 4.0)
     master.start()
     until(lambda: child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO])
@@ -105,7 +107,8 @@ def test_stopped_master_holds_a_call_for_a_second(child: StoreChild, servers: tu
     assert_nothing_is_known(child, HANG_S)
     master.resume()
     until(lambda: works(child))
-    # A removal had been sent to the stopped master, and its call had given up. The master carries it out now.
+    # The child had sent a removal to the stopped master, and its call had given up. When the master continues, it
+    # carries out the removal.
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
 
 
@@ -123,8 +126,8 @@ def test_store_opens_before_its_stopped_master_goes_on(
 def test_values_of_a_killed_owner_exist_and_cannot_be_read(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """Until the owner's time to live ends, the store wrongly answers that the name exists, and that putting it again
-    succeeded. Gets fail.
+    """After the owner of a value was killed, gets of the value fail. Until the owner's time to live ends, the store
+    wrongly reports that the name exists, and that putting the value again succeeded.
     """
     _, owner = servers
     owner.kill()
@@ -165,7 +168,7 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
     shared = set(os.listdir("/dev/shm"))
     with store_child(namespace, tmp_path, servers[0].url) as killed:
         assert killed.ask("alive", DEADLINE_S) == ""
-        # The names are repeated to make the call so long that it is still running at the kill.
+        # The call repeats the names, so that it is long enough to be still running at the kill.
         killed.begin("get", names * 30, [[1 << 20]] * 960, HEALED_S)
         time.sleep(0.5)
         killed.kill_now()
@@ -180,15 +183,16 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
 def test_control_store_without_its_owner_does_not_work(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """The control: `works` returns False while the store does not work."""
+    """A control: the helper `works` returns False while the store does not work."""
     servers[1].pause()
     assert not works(child)
     servers[1].resume()
 
 
 def test_value_whose_writer_was_killed_is_never_given(namespace: Namespace, tmp_path: Path) -> None:
-    """The owner is stopped, so that the writer is killed inside its put. Until the master discards that put, the
-    library reports success for another put of the same name, although it has no effect."""
+    """A value whose writer was killed inside its put is never returned by a get. The owner is stopped, so the kill
+    comes inside the put. Until the master discards that put, the library reports success for another put of the same
+    name, although this put has no effect."""
     value, size = [bytes(8 << 20)], [8 << 20]
     master = Master(namespace, tmp_path / "master.log")
     owner = Owner(namespace, master, tmp_path / "owner.log", 64)

@@ -1,4 +1,4 @@
-"""Options that flexkv's Mooncake store refuses when it is opened, and the messages with which it does."""
+"""flexkv's Mooncake store refuses invalid options when it is opened. The tests also check the error messages."""
 
 from __future__ import annotations
 

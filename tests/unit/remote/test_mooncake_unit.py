@@ -37,7 +37,7 @@ def servers(namespace: Namespace, tmp_path: Path) -> Iterator[tuple[Master, Owne
 
 @pytest.fixture
 def child(namespace: Namespace, tmp_path: Path) -> Iterator[StoreChild]:
-    """A child process in which a test can make units."""
+    """A child process in which a test can make units, by methods of `Units`."""
     program = ("-m", "tests.unit.remote.mooncake_units")
     with store_child(namespace, tmp_path, program=program, environment={}) as made:
         yield made
@@ -60,8 +60,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def served(child: StoreChild, name: str, prompt: str = "prompt") -> bool:
-    """Loads a prompt, and returns whether all its pages were loaded. If not, stores them again, as an engine does that
-    has recomputed them."""
+    """Loads a prompt, and returns whether all its pages were loaded. If they were not, stores all pages again, as an
+    engine does that has recomputed them."""
     if child.call("load_pages", name, prompt, PAGES) == PAGES:
         return True
     child.call("store_pages", name, prompt, PAGES)
@@ -113,7 +113,7 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
     assert unit.call("load_pages", "one", "prompt", PAGES) == 0
     assert unit.call("store_pages", "one", "new", 4) == 0
     if how == "killed":
-        # The owner is restarted too, because the new master does not know the values that the previous owner has.
+        # The owner must be restarted, too: the new master does not know the values that the previous owner has.
         owner.kill()
         master.start()
         owner.start()
@@ -124,8 +124,8 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
 
 @pytest.mark.parametrize("kind", ["get", "put"])
 def test_owner_killed_in_an_op(unit: StoreChild, servers: tuple[Master, Owner], kind: str) -> None:
-    """The master still reports the killed owner's values as present. Gets of them fail (with code -800, or -703 for
-    values whose put was in flight), so the pages are misses, without a wrong byte.
+    """If the owner of values is killed during an op, their pages become misses, and no byte is wrong. The master still
+    reports the values as present. Gets of them fail with code -800, or with -703 for values whose put was in flight.
     """
     _, owner = servers
     if kind == "get":
@@ -178,7 +178,7 @@ def test_full_store_takes_no_more_and_serves_what_it_has(
 def test_control_a_store_without_its_owner_does_not_serve(
     unit: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """The control: `served` returns False while the store does not work."""
+    """A control: the helper `served` returns False while the store does not work."""
     assert served(unit, "one")
     servers[1].pause()
     assert not served(unit, "one")
@@ -186,12 +186,12 @@ def test_control_a_store_without_its_owner_does_not_serve(
 
 
 def test_store_that_evicts_stays_in_use(child: StoreChild, namespace: Namespace, tmp_path: Path) -> None:
-    """A full store may already have evicted a value that was just written. Its page is then a miss, and the unit must
-    not take the store for lost."""
+    """A unit does not treat a store as lost because it evicts values. A full store may even have evicted a value that
+    was just written; its page is then a miss."""
     with mooncake(namespace, tmp_path, mib=16) as (master, _):
         assert child.call("make", "one", master.url) == ""
         for number in range(16):
-            # The store may reject some values until it has evicted others.
+            # Until the store has evicted some values, it may reject new ones.
             child.call("store_pages", "one", f"prompt {number}", MANY)
             child.call("load_pages", "one", f"prompt {number}", MANY)
             assert child.call("down", "one") == ""

@@ -17,7 +17,8 @@ from tests.unit.remote.mooncake_child import GUARD, StoreChild, store_child
 DEADLINE_S = 20.0
 ODD = [1_000_003, 77, 1, 4096]
 OTHERS = [[100, 1], [100, 2], [300], [101, 200], [1]]
-"""Sizes of parts with which a get must not find a value whose parts have 102 and 98 bytes."""
+"""Sizes of parts that do not fit a value with parts of 102 and 98 bytes. A get with these sizes must not find that
+value."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_names_are_found_until_they_are_removed(child: StoreChild) -> None:
     names = [f"name/{i}" for i in range(300)]
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300
     assert child.call("put", names[:3], [random_value([10], i) for i in range(3)], DEADLINE_S) == [0] * 3
-    # `exists` makes Mooncake lease the values. Only a forced removal, as flexkv's is, ignores the leases.
+    # `exists` makes Mooncake lease the values. flexkv removes values by a forced removal, which ignores the leases.
     assert child.ask("exists", names, DEADLINE_S) == [Presence.YES] * 3 + [Presence.NO] * 297
     assert child.ask("remove", names, DEADLINE_S) == [True] * 300
     assert child.ask("exists", names, DEADLINE_S) == [Presence.NO] * 300
@@ -137,6 +138,7 @@ def test_full_store_says_so(namespace: Namespace, tmp_path: Path) -> None:
         assert "no room" in child.call("last_error")
         present = child.ask("exists", names, DEADLINE_S)
         assert Presence.YES in present
-        # Only the rejected values are known to be absent: a full store may have evicted some of the accepted ones too.
+        # Only the rejected values are known to be absent: a full store may have evicted some of the accepted values,
+        # too.
         refused = [there for there, outcome in zip(present, outcomes, strict=True) if outcome is Outcome.FULL]
         assert set(refused) == {Presence.NO}

@@ -53,7 +53,7 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
     servers[1].stop() if how == "killed" else servers[1].freeze()
     mine = [place == 1 for place in places(servers)]
     assert any(mine)
-    for _ in range(2):  # on the existing connection, and on a new one
+    for _ in range(2):  # the first pass uses the existing connection, the second one a new connection
         begun_s = time.monotonic()
         seen = store.exists(NAMES, SHORT_S)
         memory = [Guarded([1000]) for _ in NAMES]
@@ -87,8 +87,8 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
 def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
     servers: list[RedisServer],
 ) -> None:
-    """One of three servers is frozen. Only the first call waits for it; later calls leave it out until it answers
-    again."""
+    """If one of three servers is frozen, only the first call waits for it. Later calls leave the server out until it
+    answers again."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].freeze()
@@ -111,8 +111,8 @@ def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
 
 
 def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list[RedisServer]) -> None:
-    """The first call fails for the names on the stopped server. Later calls report them as AWAY without trying the
-    server."""
+    """The first call fails for the names on the stopped server. Later calls report these names as AWAY without calling
+    the server."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].stop()
@@ -128,8 +128,9 @@ def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list
 
 
 def test_all_servers_are_asked_again_where_none_is_used(servers: list[RedisServer]) -> None:
-    """A server that failed is left alone for a while. If that is true of all servers, they are asked nevertheless,
-    because there is no other server whose answers would be delayed."""
+    """If every server has failed recently, the next call tries all of them. Normally a call leaves out a server that
+    failed recently, so that it does not delay the answers of the other servers. With all servers left out, there are no
+    other answers."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     for server in servers:
@@ -155,8 +156,8 @@ def test_a_server_that_wakes_up_is_used_again(own_redis: RedisServer) -> None:
 
 
 def test_a_server_that_began_anew_is_empty(own_redis: RedisServer) -> None:
-    """The first call after the restart succeeds, because the store notices that the old connection is closed and makes
-    a new one."""
+    """After a server restarts with no values, the first call already succeeds. The store notices that the old
+    connection is closed, and makes a new one."""
     store = open_store(StoreOptions((own_redis.url,)))
     fill(store)
     own_redis.stop()
@@ -223,7 +224,8 @@ def test_control_the_same_server_with_a_right_answer(tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_ends_the_connection() -> None:
-    """If the connection stayed open, the extra answer would be taken for the answer to the next question."""
+    """An answer to which there was no question makes the store close the connection. If the connection stayed open,
+    this answer would be taken for the answer to the next question."""
     with FakeRedis(says(b":0\r\n:1\r\n")) as server:
         store = open_store(StoreOptions((server.url,)))
         assert store.exists(["a"], DEADLINE_S) == [Presence.NO]
@@ -233,8 +235,9 @@ def test_what_nobody_asked_for_ends_the_connection() -> None:
 
 
 def test_a_value_too_long_to_be_skipped_costs_the_connection_alone() -> None:
-    """The server announces a very long value and sends none of its bytes. Skipping the value would take until the
-    deadline, so the store closes the connection and reads the next value over a new one."""
+    """If a value is too long to be skipped, the store closes the connection, and reads the next value over a new one.
+    The server announces a very long value and sends none of its bytes, so skipping the value would last until the
+    deadline."""
 
     def script(taken: socket.socket, number: int) -> None:
         says(b"$999999999\r\n" if number == 1 else VALUE)(taken, number)
@@ -263,7 +266,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
         store = open_store(StoreOptions((server.url,)))
         first, second = Guarded([100]), Guarded([99, 1])
         got = store.get(["a", "b"], [first.parts, second.parts], DEADLINE_S)
-        # If the connection is reset, the kernel may discard data that has already arrived, so either result is right.
+        # If the connection is reset, the kernel may discard data that has already arrived. So either result is right.
         assert got[1] is Outcome.FAILED
         assert got[0] is (Outcome.OK if sent > len(VALUE) and not reset else got[0])
         if sent < len(VALUE):
@@ -277,7 +280,8 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
 
 
 def test_deadline_inside_a_value_ends_the_connection() -> None:
-    """If the connection stayed open, the rest of the value would be taken for the answer to the next question."""
+    """If the deadline comes in the middle of a value, the store closes the connection. Otherwise the rest of the value
+    would be taken for the answer to the next question."""
     with FakeRedis(says(VALUE[:50])) as server:
         store = open_store(StoreOptions((server.url,)))
         memory = Guarded([100])
@@ -305,8 +309,8 @@ def test_a_server_that_drips_does_not_outlast_the_deadline() -> None:
 
 
 def test_a_connection_closed_in_between_is_made_again_once() -> None:
-    """The server closes its first connection after the second question, without an answer. The store asks again over a
-    new connection."""
+    """If the server closes the connection after a question, without an answer, the store asks again over a new
+    connection."""
 
     def script(taken: socket.socket, number: int) -> None:
         taken.recv(1 << 16)

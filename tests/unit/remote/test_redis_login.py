@@ -1,5 +1,5 @@
-"""Logging in to a Redis server with a user and a password, checking the server's certificate, and hiding passwords in
-all messages.
+"""Tests of logging in to a Redis server with a user and a password, checking the server's certificate, and hiding
+passwords in all messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RULES = ["on", f">{PASSWORD}", "~flexkv/*", "+ping", "+exists", "+get", "+set", 
 
 @pytest.fixture(scope="module")
 def guarded_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server that admits the user `flexkv`, and the default user with a different password."""
+    """A Redis server that admits two users: `flexkv`, and the default user, who has a different password."""
     folder = tmp_path_factory.mktemp("guarded")
     with redis_server(folder, ["--user", "flexkv", *RULES, "--requirepass", "other-1"]) as server:
         yield server
@@ -92,8 +92,8 @@ def openssl(folder: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes certificates. ca.pem has signed `good`, for 127.0.0.1, and `elsewhere`, for another host. other.pem is an
-    authority that has signed neither of them."""
+    """Makes certificates. The authority ca.pem has signed `good`, for 127.0.0.1, and `elsewhere`, for another host. The
+    authority other.pem has signed neither of these two certificates."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl program to make certificates with")
     folder = tmp_path_factory.mktemp("certificates")

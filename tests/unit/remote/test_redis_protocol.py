@@ -100,6 +100,7 @@ def test_a_server_less_moves_its_names_only() -> None:
 
 
 def test_places_are_those_of_every_version() -> None:
-    """If a version distributed names differently, it would not find the values that other versions have stored."""
+    """The distribution of names over servers is the same in every version. Otherwise a version would not find the
+    values that other versions have stored."""
     servers = [f"10.0.0.{number}:6379/0" for number in range(5)]
     assert spread(NAMES[:12], seeds_of(servers)).tolist() == PLACES

@@ -1,4 +1,4 @@
-"""When several servers are asked in one call, the store reads their answers in turns."""
+"""If one call asks several servers, the store reads the servers' answers in turns."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def test_batches_of_64_large_values_come_back(redis_store: Store) -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, 99, 101, 100_000, SKIP_BYTES, SKIP_BYTES + 1])
 def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: Store, stored: int) -> None:
-    """The call must also still read the values that follow the one of the wrong size."""
+    """A value with another size than expected is not written outside of the parts. The call must also read the values
+    that follow the one of the wrong size."""
     right = drawn(100, 3)
     assert redis_store.put(["other", "right"], [[drawn(stored, 4)], [right]], DEADLINE_S) == [Outcome.OK] * 2
     other, after = Guarded([60, 40]), Guarded([100])
@@ -57,8 +58,8 @@ def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: St
 def test_a_key_of_another_type_is_not_our_value_and_can_be_removed(
     redis: RedisServer, redis_store: Store, kind: tuple[str, ...]
 ) -> None:
-    """The last part is a control: if the server refuses for a different reason, here a missing permission, the outcome
-    is a failure."""
+    """A key of another Redis type counts as a value of another size, and can be removed. The last part is a control: if
+    the server refuses for a different reason, a missing permission, the outcome is a failure."""
     right = drawn(100, 3)
     redis_store.put(["right"], [[right]], DEADLINE_S)
     redis.ask(*kind)
@@ -91,7 +92,8 @@ def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
 
 
 def test_sizes_are_those_of_the_values(redis_store: Store) -> None:
-    """One of the sizes is 4, which is also the number of an outcome, and one is much larger than the others."""
+    """`sizes` returns the size of each value. One size is 4, which is also the number of an outcome, and one is much
+    larger than the others."""
     sizes = [0, 1, 4, 3_000_001, 7]
     names = [f"of {size}" for size in sizes]
     redis_store.put(names, [[drawn(size, size)] for size in sizes], DEADLINE_S)
@@ -114,8 +116,7 @@ def test_thousands_of_names_are_answered_in_order(redis_store: Store) -> None:
 
 
 def test_a_put_overwrites(redis_store: Store) -> None:
-    """A put must replace an existing value, so that a value that fails its check does not stay in the store for
-    ever."""
+    """A put replaces an existing value. Otherwise a value that fails its check would stay in the store for ever."""
     for seed, size in [(7, 50), (8, 50), (9, 70)]:
         assert redis_store.put(["name"], [[drawn(size, seed)]], DEADLINE_S) == [Outcome.OK]
     memory = Guarded([70])

@@ -1,4 +1,4 @@
-"""The metrics page shows the remote tier's counts."""
+"""The metrics page shows the counts of the remote tier."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_store_that_comes_back_is_seen_without_traffic(redis: RedisServer) -> 
             unit.poll_until(lambda: unit.tier.down, "the loss is seen")
         else:
             unit.up()
-        # A poll that returns True makes an adapter update its metrics, even if no request arrives.
+        # If a poll returns True, an adapter updates its metrics. So a unit without requests updates them, too.
         if counters.data:
             unit.poll_until(unit.unit.poll, "a unit without traffic has news")
         unit.unit.count(counters)
@@ -70,7 +70,7 @@ def test_pages_that_an_outage_kept_from_the_store_are_counted(redis: RedisServer
     unit = RemoteUnit(redis.url)
     unit.plane.link.lost("as if it were gone")
     unit.poll_until(lambda: unit.tier.down, "the loss is seen")
-    # The next attempt to reach the store is far in the future, so that the store stays lost.
+    # Moves the next attempt to reach the store far into the future, so that the store stays lost.
     unit.plane.link.breaker.lost("still", unit.plane.link.breaker._until_s + 1e6)
     unit.store(chain("meanwhile", 6))
     unit.settle()

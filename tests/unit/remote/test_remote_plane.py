@@ -1,5 +1,5 @@
-"""Ops and questions that a unit sends to its helper, which the test plays. Each of them ends exactly once, at the right
-time.
+"""Ops and questions that a unit sends to its helper. The test takes the place of the helper. Each op and each question
+ends exactly once, at the right time.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def test_control_get_that_just_began_is_not_silent(played: PlayedPlane) -> None:
 
 
 def test_process_that_answers_no_question_is_killed(played: PlayedPlane) -> None:
-    """A request waits for an answer only until its time limit. A helper that never answers would delay every request by
-    that time, so it is killed."""
+    """A helper that never answers a question is killed. A request waits for an answer only until its time limit, so
+    this helper would delay every request by that time."""
     played.ask(1)
     played.after(0.1)
     assert [(op_id, len(found)) for op_id, found in played.plane.answers()] == [(1, 0)]
@@ -180,7 +180,8 @@ def test_messages_of_an_ended_process_are_ignored(played: PlayedPlane) -> None:
 
 
 def test_every_page_of_a_lost_process_is_counted_once(played: PlayedPlane) -> None:
-    """When the helper is lost, one message of the op has been completed, one completed partly, and one not at all."""
+    """If the helper is lost during an op, each page of the op is counted once. One message of the op has been
+    completed, one completed partly, and one not at all."""
     first, second, _ = played.get(1, 3 * MOST_PAGES)
     played.put(2, 5)
     played.done(first, ok=MOST_PAGES)

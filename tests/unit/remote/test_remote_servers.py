@@ -1,5 +1,5 @@
-"""Servers of a unit's store die, stop, lose their values, fill up and disconnect. The affected pages are then misses,
-and the remote tier recovers.
+"""Servers of a unit's store die, stop, lose their values, fill up and disconnect. The pages on such a server are then
+misses, and the remote tier recovers.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
         server.start()
         unit.up()
         assert load_in_time(unit, KEYS) == 0, "it is empty"
-        # Keys that the unit knew to be in the store count as unknown after a loss, so it asks again. The missing pages
-        # are computed and written again.
+        # After a loss, the unit forgets which keys the store has, so it asks again. The missing pages are computed and
+        # written again.
         write_all(other, KEYS)
         unit.poll_until(lambda: load_in_time(unit, KEYS) == PAGES * BLOCK_TOKENS, "absence is forgotten")
         unit.check_no_leaks()
@@ -102,8 +102,8 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
 
 
 def test_one_frozen_server_of_three_costs_its_own_pages(build: Build, tmp_path: Path) -> None:
-    """Each prompt has one page. The prompts whose pages are on the other two servers are served, and the tier stays
-    up."""
+    """If one of three servers is frozen, the unit misses only pages on this server, and the tier stays up. Each prompt
+    has one page."""
     with redis_server(tmp_path) as one, redis_server(tmp_path) as two, redis_server(tmp_path) as three:
         urls = ",".join(server.url for server in (one, two, three))
         prompts = [chain(f"prompt {number}", 1) for number in range(24)]
@@ -157,8 +157,8 @@ def test_full_server_keeps_what_it_has(build: Build, tmp_path: Path) -> None:
 
 
 class Proxy:
-    """A proxy between a unit and its server. It cuts a connection after the number of bytes of answers that a test
-    sets.
+    """A proxy between a unit and its server. After a number of bytes of answers that a test sets, it cuts the
+    connection.
     """
 
     def __init__(self, port: int) -> None:
@@ -166,7 +166,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
         self.left: int | None = None
-        """Number of bytes of answers after which the connection is cut; None if no connection is cut."""
+        """Number of bytes of answers after which the proxy cuts the connection; None if it cuts none."""
         self.cuts = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -215,7 +215,8 @@ def test_connection_cut_inside_a_value(build: Build, server: RedisServer, value_
     write_all(build(), KEYS)
     with proxy(server) as between:
         unit = build(between.url)
-        # The answers before the values say which names exist, and take far less than 200 bytes.
+        # The answers before the values, which say which names exist, take far less than 200 bytes. So the cut comes
+        # inside the values.
         between.left = 200 + value_bytes
         tokens = load_in_time(unit, KEYS)
         assert between.cuts == 1
@@ -286,12 +287,14 @@ def test_control_without_a_reset_they_are_put_and_served(build: Build, plan: Pla
 
 
 def our_shared_memory() -> set[str]:
-    """Returns the names of flexkv's files in /dev/shm. Other programs' files there come and go during a test."""
+    """Returns the names of flexkv's files in /dev/shm. Files of other programs are left out, because they appear and
+    disappear during a test."""
     return {name for name in os.listdir("/dev/shm") if "flexkv" in name}
 
 
 def refused(error: type[FlexKVError], says: str, url: str, **settings: object) -> None:
-    """Asserts that building a unit raises `error`, and leaves no process, descriptor or shared memory behind."""
+    """Asserts that building a unit raises `error` with the message `says`, and leaves no process, descriptor or shared
+    memory behind."""
     before = children(), set(os.listdir("/proc/self/fd")), our_shared_memory()
     with pytest.raises(error, match=says):
         RemoteUnit(url, **settings)  # type: ignore[arg-type]

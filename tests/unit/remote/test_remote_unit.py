@@ -1,4 +1,4 @@
-"""Units that share a store: each loads pages that another has written, and never loads a wrong byte."""
+"""Units that share a store: each unit loads pages that another unit has written, and never loads a wrong byte."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_at_the_end_what_waits_is_written_and_nothing_else(
 
 
 def test_what_the_store_lacks_is_written_from_between_what_it_has(build: Build) -> None:
-    """The unit needs more than one question to find out which of the 700 pages the store lacks, and the pages that it
-    writes are not adjacent."""
+    """A unit writes exactly the pages that the store lacks, even if they are not adjacent. It needs more than one
+    question to find out which of the 700 pages the store lacks."""
     keys = chain("prompt", 700)
     there = np.arange(700) % 3 == 1
     first = build(host_bytes=16 << 20)
@@ -193,7 +193,8 @@ def test_a_prefetch_goes_on_when_the_store_has_answered(build: Build) -> None:
 def test_a_prefetch_asks_the_store_and_reads_it_as_its_request_allows(
     build: Build, settings: RequestSettings, pages: int
 ) -> None:
-    """The lookup that follows the prefetch must obey the request's settings too."""
+    """A prefetch asks the store and reads from it only as the request's settings allow. The lookup that follows the
+    prefetch obeys these settings, too."""
     keys = chain("prompt", 12)
     written(build(), keys)
     unit = build()
@@ -211,7 +212,8 @@ def test_a_budget_slows_what_is_written_and_loses_nothing(build: Build) -> None:
     begun_s = time.monotonic()
     written(unit, keys)
     assert unit.plane.totals.puts["ok"] == 64
-    # The budget lets the unit send one second's bytes at once, and the last of the 8 batches before it is due.
+    # The budget allows a burst of one second's bytes, and sends the last of the 8 batches before it is due. So these
+    # two are subtracted.
     batch = unit.plane.totals.bytes_put // 8
     assert time.monotonic() - begun_s > (unit.plane.totals.bytes_put - batch) / rate - 1
 
@@ -243,8 +245,8 @@ def test_what_is_forgotten_leaves_the_store_though_this_unit_did_not_know_of_it(
 
 
 def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> None:
-    """Pages that wait to be written to the store hold at most a quarter of the host slots, so that an engine can always
-    store others."""
+    """Pages that wait to be written to a slow store hold at most a quarter of the host slots, so an engine can always
+    store other pages."""
     unit = build(remote__put_bytes_per_s=1)
     slots = unit.manager.hub.index.up_slots(0)
     for number in range(4 * slots):
@@ -258,7 +260,7 @@ def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> 
 
 
 class Spoiler:
-    """Damages values in the store, as a store that corrupts bytes or another program that overwrites values would."""
+    """Damages values in the store, as a store that corrupts bytes does, or another program that overwrites values."""
 
     def __init__(self, store: Store, unit: RemoteUnit) -> None:
         self._store = store
@@ -328,7 +330,7 @@ def test_a_flipped_bit_is_a_miss_and_the_value_is_removed(
     assert second.load(keys) == 8
     assert second.plane.totals.gets["ok"] == 4
     assert redis_store.exists([spoiler.name(keys[2])], 5.0)[0].name == "NO"
-    # When the page has been recomputed, the unit writes it to the store again, and other units load it.
+    # After the page has been recomputed, the unit writes it to the store again, and other units load it.
     written(second, keys)
     assert build().load(keys) == 20
 
@@ -352,8 +354,9 @@ def test_short_long_and_exchanged_values_are_misses(build: Build, redis_store: S
 def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
     build: Build, redis: RedisServer, redis_store: Store, kind: str
 ) -> None:
-    """There are more foreign values than the breaker watches, but the unit does not take the store for lost. It removes
-    the values, and the recomputed pages are written again."""
+    """If a store has many values that are damaged or have another type, their pages are misses, and the unit does not
+    treat the store as lost. There are more such values than the breaker watches. The unit removes them, and writes the
+    recomputed pages again."""
     keys = chain("prompt", WATCHED + 10)
     first = build()
     written(first, keys)
@@ -378,8 +381,8 @@ def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
 def test_control_without_a_check_another_pages_bytes_are_loaded(
     build: Build, redis: RedisServer, redis_store: Store
 ) -> None:
-    """The control: one page's bytes are stored under another page's key, with a trailer that matches that key. flexkv's
-    check accepts the value, and only the comparison of bytes in these tests notices it."""
+    """A control: if flexkv's check accepts a value with another page's bytes, the comparison of bytes in these tests
+    notices it. One page's bytes are stored under another page's key, with a trailer that matches that key."""
     keys = chain("prompt", 2)
     first = build()
     written(first, keys)

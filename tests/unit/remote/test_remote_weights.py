@@ -96,7 +96,7 @@ def test_nothing_is_asked_written_or_removed_before_the_weights_are_named(
     unit.poll_until(lambda: unit.unit.gate.is_open, "the weights are named")
     unit.settle()
     assert totals.puts["ok"] == len(more)
-    # Pages that were dropped while the weights were being read have been removed from the store too.
+    # The unit dropped pages while it read the weights. It has removed these pages from the store, too.
     monkeypatch.setattr(check, "SOON_BYTES", 1 << 30)
     third = build(model)
     third.up()

@@ -1,4 +1,4 @@
-"""A unit refuses to start with settings of the remote tier that cannot be met, and its message names the remedy."""
+"""A unit refuses to start if it cannot fulfil the settings of its remote tier. The error message says what is wrong."""
 
 from __future__ import annotations
 

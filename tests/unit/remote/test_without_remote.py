@@ -1,4 +1,4 @@
-"""If `remote.urls` is not set, the remote tier costs nothing: it starts no process, imports no module and asks no
+"""If `remote.urls` is not set, a unit starts no process for the remote tier, imports no module of it, and asks no
 store.
 """
 

@@ -1,5 +1,8 @@
 """Runs a disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
- Program arguments: the folder; the tier's setting `io`; the number of the system call; the errno that the call returns; and the second argument of the calls to refuse, or -1 to refuse all calls. Prints, as JSON, the disk's state and the log, or the error with which the tier failed.
+
+Program arguments: the folder; the tier's setting `io`; the number of the system call; the errno that the call returns;
+and the second argument of the calls to refuse, or -1 to refuse all calls. Prints, as JSON, the disk's state and the
+log, or the error with which the tier failed.
 """
 
 from __future__ import annotations

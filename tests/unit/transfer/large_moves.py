@@ -1,7 +1,7 @@
-"""Checks of moves that are large, far apart or verified, between a host pool and an engine's pool in memory of the CPU
-or of a GPU. Both kinds of memory run the same code.
+"""Checks of moves between a host pool and an engine's pool, in memory of the CPU or of a GPU: large moves, moves
+between blocks that are far apart, and moves with digests. For CPU and GPU memory, the same code runs.
 
-`device` is the number of a CUDA device, or None for plain memory.
+The argument `device` is the number of a CUDA device, or None for plain memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pattern(block: int, layer: int, run_bytes: int, salt: int = 0) -> Bytes:
 
 
 def pool_for(page_bytes: int, runs: int, slots: int, shared: bool = False) -> HostPool:
-    """A host pool whose slots have space after the page for one digest per run."""
+    """Returns a host pool whose slots have space behind the page for one digest per run."""
     return HostPool(-(-(page_bytes + runs * DIGEST_BYTES) // 4096) * 4096, slots, shared=shared)
 
 
@@ -40,7 +40,7 @@ class MovesWorld:
 
     Args:
         verify: whether stores make digests and loads check them.
-        pool: a host pool that the caller has made; None to make one of `slots` slots.
+        pool: a host pool that the caller has made; if None, this class makes one with `slots` slots.
     """
 
     def __init__(
@@ -82,9 +82,7 @@ class MovesWorld:
         self._ids = itertools.count(1)
 
     def wait_pinned(self, slots: int) -> None:
-        """Waits until `slots` slots are pinned. The copy kernel uses only registered memory, so its tests must not
-        begin earlier.
-        """
+        """Waits until `slots` slots are pinned. The copy kernel uses only pinned memory, so its tests must wait."""
         if self.device is not None:
             self.pool.pin(self.device)
         assert self.pool.wait_ready(slots, LONG_S), self.pool.stopped_reason
@@ -109,7 +107,7 @@ class MovesWorld:
                 torch.cuda.synchronize(self.device)
 
     def holds(self, block: int, of: int | None, salt: int = 0) -> bool:
-        """Whether `block` has the bytes that `write` gave to block `of`, or only zeros if `of` is None."""
+        """Whether `block` has the bytes that `write` gave to block `of`. If `of` is None, whether it has only zeros."""
         for layer in range(self.layers):
             run = self.memory[self._range(block, layer)]
             there = run if self.device is None else run.cpu().numpy()
@@ -153,8 +151,8 @@ class MovesWorld:
 
 
 def check_runs(device: int | None, run_bytes: int, kernel: bool = True) -> dict[str, int]:
-    """Moves blocks to host memory and back into other blocks, and checks that their bytes are equal and nothing else
-    has changed. Returns the bytes that each path moved.
+    """Moves blocks to host memory and back into other blocks. Checks that the bytes are equal and that nothing else has
+    changed. Returns the number of bytes that each path moved.
     """
     world = MovesWorld(device, 3, run_bytes, 6, 4, kernel=kernel)
     for block in (0, 1, 5):
@@ -187,8 +185,8 @@ def check_far_blocks(device: int | None) -> None:
 
 
 def check_digests(device: int | None, verify: bool) -> None:
-    """Checks that a load with digests finds a flipped byte in host memory. Control: without digests the flipped byte
-    arrives.
+    """Checks that a load with digests finds a flipped byte in host memory. As a control, a load without digests
+    delivers the flipped byte.
     """
     world = MovesWorld(device, 4, 4096, 6, 3, verify=verify)
     for block in (0, 1, 2):
@@ -206,8 +204,8 @@ SECOND_LAYERS, SECOND_RUN, SECOND_BLOCKS = 4, 8192, 4
 
 
 def _second_process(connection: Connection, descriptor: PoolDescriptor, device: int | None) -> None:
-    """Runs in the second process: stores its own blocks, then loads the first process's bytes from the slots, and
-    reports whether they are right.
+    """Runs in the second process: stores this process's own blocks, then loads the first process's bytes from the
+    slots, and reports whether the loaded bytes are right.
     """
     pool = HostPool.attach(descriptor)
     world = MovesWorld(device, SECOND_LAYERS, SECOND_RUN, 2 * SECOND_BLOCKS, SECOND_BLOCKS, pool=pool)
@@ -224,8 +222,8 @@ def _second_process(connection: Connection, descriptor: PoolDescriptor, device: 
 
 
 def check_second_process(device: int | None) -> None:
-    """Checks that a process can attach another process's pool and move its own memory to and from the pool, and that
-    both processes see the same bytes.
+    """Checks that a process can attach another process's pool, and can move its own memory to and from this pool. Also
+    checks that the two processes see the same bytes.
     """
     page = SECOND_LAYERS * SECOND_RUN
     pool = pool_for(page, SECOND_LAYERS, SECOND_BLOCKS, shared=True)

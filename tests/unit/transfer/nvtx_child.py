@@ -58,7 +58,7 @@ def run_stages() -> None:
     device = HostDevice()
     stream = device.stream("compute")
     stream.run(lambda: None, "transform", 0)
-    stream.run(fail, "scatter", 0)  # the range of a stage that fails ends too
+    stream.run(fail, "scatter", 0)  # if a stage fails, its NVTX range ends, too
     assert stream.record().wait(LONG_S)
     assert device.close(LONG_S)
     with span("outer"), span("inner"):

@@ -1,4 +1,4 @@
-"""The transfer engine's errors on a machine without a GPU. The tests in tests/gpu/ need a GPU."""
+"""Errors of the transfer engine on a machine without a GPU. Tests that need a GPU are in tests/gpu/."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("threads", [-1, 0, 17])
 def test_a_number_of_digest_threads_out_of_range_is_named(threads: int) -> None:
-    """The error comes even without a GPU, because the engine checks the number before it looks for the device."""
+    """An invalid number of digest threads is an error that names the allowed range. It is raised even without a GPU,
+    because the engine checks the number before it looks for the device."""
     with pytest.raises(ConfigError, match=rf"digest_threads={threads}: must be in \[1, 16\]"):
         TransferEngine(device=0, digest_threads=threads)
 

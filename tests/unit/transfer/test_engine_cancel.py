@@ -1,4 +1,4 @@
-"""Cancel: copies that have not been issued are dropped at once, copies in flight run to their end, and each op ends
+"""Cancelling ops: the engine drops copies that have not been issued, and completes copies in flight. Each op ends
 exactly once.
 """
 
@@ -60,7 +60,7 @@ def test_cancel_between_layers_stops_after_the_one_that_moves(make_world: Callab
     world.engine.cancel(ticket)
     world.mover.release()
     result = world.results(1)[op.op_id]
-    # Bytes of both pages have already overwritten their targets, so the op is FAILED and not CANCELLED.
+    # Bytes of pages 0 and 1 have already overwritten their targets, so the op is FAILED and not CANCELLED.
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [0, 1])
     assert world.counter.count(OpKind.H2D)[0] == 4
 

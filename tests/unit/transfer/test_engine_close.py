@@ -1,5 +1,5 @@
-"""Closing or dropping an engine, and the exit of the process: no memory is freed under a copy in flight, and nothing is
-left over.
+"""An engine is closed or dropped, or its process exits: no memory is freed while a copy uses it, and no thread or
+memory remains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
     make_world: Callable[..., World],
 ) -> None:
     class Memory:
-        """A stand-in for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the memory of the engine's pool. A test can observe when it is freed."""
 
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H)])
     owner = Memory()
@@ -68,7 +68,7 @@ def test_an_engine_dropped_while_bytes_move_frees_nothing_under_them(
 
 def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: Callable[..., World]) -> None:
     class Memory:
-        """A stand-in for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the memory of the engine's pool. A test can observe when it is freed."""
 
     world = make_world(rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, times=1)])
     idle, used = Memory(), Memory()
@@ -118,7 +118,7 @@ class SlowAnswers:
 @pytest.mark.parametrize("late", ["attach_view", "detach_view"])
 def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., World], late: str) -> None:
     class Memory:
-        """A stand-in for the engine's pool; a test can watch its lifetime."""
+        """A stand-in for the memory of the engine's pool. A test can observe when it is freed."""
 
     world = make_world()
     native = world.engine._native
@@ -147,7 +147,7 @@ def test_owners_go_where_another_thread_comes_between(make_world: Callable[..., 
     first.start()
     assert slow.done.wait(GENEROUS_S)
     second.start()
-    second.join(0.2)  # the second thread waits for the first one, or it has already returned
+    second.join(0.2)  # either the second thread still waits for the first one, or it has already returned
     slow.go_on.set()
     first.join(GENEROUS_S)
     second.join(GENEROUS_S)

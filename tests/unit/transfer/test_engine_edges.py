@@ -12,7 +12,7 @@ from tests.unit.transfer.transfer_world import CORRUPT, DELAY, FAIL, GENEROUS_S,
 
 
 def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Callable[..., World]) -> None:
-    # There are two threads, and page 2 of the store hangs. Meanwhile all other pages of the load must arrive.
+    # The engine has two copy threads, and page 2 of the store hangs. Meanwhile the load must copy all other pages.
     world = make_world(
         rules=[testing_ext.FaultRule(STALL, kind=OpKind.D2H, page=2)],
         copy_threads=2,
@@ -133,7 +133,7 @@ def test_damage_between_store_and_load_is_found_by_the_digest(make_world: Callab
         for layerwise in (False, True):
             world = make_world(
                 rules=rules, run_bytes=3000, layers=3
-            )  # pages of 9000 bytes leave space for digests
+            )  # pages of 9000 bytes leave space for digests in the slots in the slots
             world.engine.detach_view(0)
             world.engine.attach_view(0, world.view, world.pool, 0, digest_offset=9000, owners=[world.memory])
             before = world.scribble()

@@ -1,4 +1,4 @@
-"""A forked child cannot use its parent's engine and pool, and does no harm when it drops them."""
+"""A forked child cannot use its parent's engine and pool. If the child drops them, the parent's are not affected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.unit.transfer.transfer_world import GENEROUS_S, STALL, World
 
 
 def in_forked_child(check: Callable[[], None]) -> int:
-    """Runs `check` in a forked child of this process. Returns the child's exit code; 99 if it had to be killed."""
+    """Runs `check` in a forked child of this process. Returns the child's exit code, or 99 if the child had to be
+    killed."""
     child = os.fork()
     if child == 0:
         code = 1

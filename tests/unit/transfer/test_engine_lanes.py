@@ -1,4 +1,4 @@
-"""Lanes: which op goes first, that no op starves, and what happens if a device hangs."""
+"""Tests of lanes: which op goes first, that every op gets its turn, and what happens if a device hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
-    """A world whose only copy thread is held in page 0 of a first op. A page is 512 KiB."""
+    """Returns a world whose only copy thread is busy: it hangs in page 0 of an op. A page is 512 KiB."""
     world = make_world(
         layers=2,
         blocks=blocks,
@@ -63,7 +63,7 @@ def test_loads_go_before_stores_whatever_came_first(make_world: Callable[..., Wo
 def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
     make_world: Callable[..., World],
 ) -> None:
-    # A page is 512 KiB, so a work item has 16 pages, and the store of 40 pages is three work items.
+    # A page is 512 KiB, so a work item has 16 pages, and the store of 40 pages has three work items.
     world = make_world(
         layers=2,
         blocks=48,
@@ -93,7 +93,8 @@ def test_endless_loads_do_not_starve_a_store(make_world: Callable[..., World]) -
 
 
 def threads() -> dict[str, str]:
-    """The names of all transfer engines' threads, by thread id. A thread that ends meanwhile is left out."""
+    """Returns the names of the threads of all transfer engines, by thread id. Leaves out threads that end during the
+    call."""
     names = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -103,7 +104,7 @@ def threads() -> dict[str, str]:
 
 def test_idle_threads_sleep(world: World) -> None:
     def wakes() -> int:
-        """Number of times that the threads of this engine have gone to sleep so far."""
+        """Returns how many times the threads of this engine have gone to sleep so far."""
         said = [Path(f"/proc/self/task/{task}/status").read_text() for task in mine]
         return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in said)
 
@@ -113,12 +114,12 @@ def test_idle_threads_sleep(world: World) -> None:
     assert mine
     before = wakes()
     time.sleep(0.5)
-    # With a poll per millisecond, each thread would go to sleep 500 times.
+    # If the threads polled once per millisecond, each would have gone to sleep 500 times.
     assert wakes() - before < 50
 
 
 def test_threads_start_on_first_use_and_end_with_the_engine(make_world: Callable[..., World]) -> None:
-    earlier = threads()  # engines of other tests may still be closing
+    earlier = threads()  # the difference excludes threads of other tests' engines, which may still be closing
 
     def started() -> list[str]:
         return sorted(name for task, name in threads().items() if task not in earlier)
@@ -160,7 +161,7 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
     assert results[after.op_id].status is OpStatus.SKIPPED
     load = world.op(OpKind.H2D, [5])
     assert world.run(load)[load.op_id].status is OpStatus.OK
-    # The hung op has no result and cannot be cancelled, and close() does not succeed.
+    # The hung op has no result and cannot be cancelled, and close() does not succeed meanwhile.
     assert not world.engine.wait(hung_ticket, 0.05)
     assert world.engine.cancel(hung_ticket) == 0
     assert world.engine.poll() == []
@@ -232,7 +233,8 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "moving\n"
         os.kill(child.pid, signal.SIGSTOP)
-        time.sleep(5.0)  # longer than op_stuck_s: by the clock alone, the copy has hung
+        # longer than op_stuck_s, after which a copy counts as hung if only the clock is considered
+        time.sleep(5.0)
         os.kill(child.pid, signal.SIGCONT)
         child.stdin.write("\n")
         child.stdin.flush()
@@ -242,7 +244,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
 def test_progress_page_by_page_is_not_a_hang(make_world: Callable[..., World]) -> None:
     world = make_world(
         rules=[testing_ext.FaultRule(1, delay_s=0.1)], op_stuck_s=5.0
-    )  # delay and limit are far apart, because the machine may be busy
+    )  # the delay is far below the limit, because the machine may be busy
     op = world.op(OpKind.D2H, range(4))
     assert world.run(op)[op.op_id].status is OpStatus.OK
     assert all(lane.up for lane in world.engine.lanes())

@@ -1,4 +1,5 @@
-"""Submit: which graphs the engine accepts and which it refuses. A refusal leaves nothing behind."""
+"""Submit: which graphs the engine accepts, and which it refuses. A refused graph leaves no op, id or queue entry
+behind."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ def test_a_bad_op_is_refused_and_nothing_of_its_graph_is_queued(
     assert all(lane.open_ops == lane.held_places == 0 for lane in world.engine.lanes())
     assert world.engine.poll() == []
     assert world.mover.calls == 0
-    world.run(good)  # the refused graph did not take the op's id
+    world.run(good)  # the refused graph has not used up the op's id
 
 
 def test_what_is_only_read_may_be_named_twice(world: World) -> None:
@@ -203,7 +204,8 @@ def test_a_full_queue_is_busy_for_the_whole_graph_and_loads_have_places_of_their
     world.submit(*loads)  # stores do not use queue entries of loads
     world.mover.release()
     assert world.engine.wait(one, GENEROUS_S)
-    # The op has finished but was not polled. It still counts, so that the number of results is limited too.
+    # The op has finished, but its result was not polled. It still uses a queue entry, so that the number of results is
+    # limited, too.
     assert world.engine.submit(two) is None
     assert len(world.results(8)) == 8
     assert world.engine.submit(two) is not None
@@ -255,9 +257,9 @@ def test_views_of_two_groups_may_share_memory_only_block_by_block(world: World) 
     rows = world.view.runs
     world.engine.attach_view(
         1, world.view, world.pool, owners=[world.memory]
-    )  # allowed, for hybrid groups: the same blocks
+    )  # allowed, because hybrid groups have views of the same blocks
     shifted = rows.copy()
-    shifted[:, 0] += world.run_bytes  # block i is where group 0 has block i + 1
+    shifted[:, 0] += world.run_bytes  # with this shift, block i is where group 0 has block i + 1
     view = c_ext.KvView(shifted, world.blocks - 1, world.layers * world.run_bytes)
     with pytest.raises(GeometryError, match=r"groups 2 and 0: block 0 .* and block 1 .* share bytes"):
         world.engine.attach_view(2, view, world.pool)

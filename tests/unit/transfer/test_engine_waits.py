@@ -1,4 +1,4 @@
-"""Waits for ops, layers and results: a wait ends at its deadline, but the op continues."""
+"""Waits for ops, layers and results: a wait ends at its deadline, while the op continues."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_wait_layer_names_failed_pages(make_world: Callable[..., World]) -> None
     assert answer.in_time
     assert {op: pages.tolist() for op, pages in answer.failed.items()} == {load.op_id: [1]}
     assert not answer.ok
-    # No later layer of the page that failed in layer 1 is moved.
+    # The page that failed in layer 1 is not moved in the later layers.
     assert world.counter.count(OpKind.H2D)[0] == 2 * 4 + 1
     result = world.results(1)[load.op_id]
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [1])
@@ -121,7 +121,7 @@ def test_the_event_descriptor_is_readable_exactly_while_results_wait(world: Worl
     assert len(world.engine.poll()) == 1
     assert not readable(0)
     assert world.engine.poll() == []
-    # The descriptor wakes a thread that sleeps on it.
+    # When a result is ready, the descriptor wakes a thread that sleeps on it.
     woken = threading.Event()
 
     def sleep() -> None:

@@ -28,7 +28,7 @@ def store(world: World, blocks: Sequence[int] = BLOCKS) -> TransferOp:
 
 
 def copied(world: World) -> int:
-    """Number of layers that were copied from the engine's pool, summed over pages."""
+    """Returns the number of layers that were copied from the engine's pool, summed over pages."""
     return int(world.counter.count(OpKind.D2H)[0])
 
 
@@ -40,8 +40,8 @@ def wait_copied(world: World, moves: int) -> None:
 
 
 def test_each_layer_is_copied_when_it_is_named_and_not_before(world: World) -> None:
-    """A forward pass writes and opens the layers one after another. In the end the stored pages contain the bytes that
-    it wrote.
+    """A gated store copies each layer only after it was opened. A forward pass writes and opens the layers one after
+    another. At the end the stored pages contain the bytes that the forward pass wrote.
     """
     world.scribble(seed=1)
     op = store(world)
@@ -114,7 +114,7 @@ def test_what_is_cancelled_before_its_last_layer_stores_nothing(
 
 
 def test_others_pass_a_store_at_its_gate(world: World) -> None:
-    """Later stores and loads do not wait for a gated store's forward pass."""
+    """Later stores and loads do not wait for the forward pass of a gated store."""
     ticket = gated(world, store(world))
     world.run(world.op(OpKind.D2H, [7]))
     world.run(world.op(OpKind.H2D, [8], [7]))

@@ -1,4 +1,4 @@
-"""A graph that was pickled and sent equals the planned one."""
+"""A graph that was pickled, sent and unpickled equals the original graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_every_field_arrives(protocol: int, layerwise: bool) -> None:
 
 @pytest.mark.parametrize("wrong", [np.array([7, 3], np.int64), np.array([[7, 3]], np.int32)])
 def test_numbers_of_another_type_do_not_travel(wrong: np.ndarray) -> None:
-    """The numbers are sent as bytes. With a wrong type the receiver would read the bytes as other blocks."""
+    """A graph with block numbers of another type cannot be pickled. The numbers are sent as bytes, so the receiver
+    would read wrong block numbers."""
     op = TransferOp(OpId(1), OpKind.H2D, 0, Priority.LOAD, wrong, np.array([0, 1], np.int32))
     with pytest.raises(ContractError, match=r"blocks of an op are int.* needed are int32 \[n\]"):
         pickle.dumps(op)

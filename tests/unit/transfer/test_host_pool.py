@@ -1,4 +1,4 @@
-"""Host pools of one process: geometry, memory, growth, limits."""
+"""Host pools that belong to one process: geometry, memory, growth and limits."""
 
 from __future__ import annotations
 
@@ -185,13 +185,13 @@ def test_slots_outside_or_not_ready_and_closed_pools_are_refused() -> None:
     kept[:] = 7
     pool.close()
     pool.close()
-    assert (kept == 7).all()  # the array keeps the memory
+    assert (kept == 7).all()  # the array keeps the memory alive after the close alive after the close
     with pytest.raises(ClosedError, match="the host pool was closed"):
         pool.slot(1)
 
 
 def test_slots_become_ready_in_order_while_the_pool_comes_up() -> None:
-    pool = HostPool(64 * 1024, 4096)  # 256 MiB
+    pool = HostPool(64 * 1024, 4096)  # the pool has 256 MiB
     seen = [pool.ready_slots]
     while seen[-1] < 4096:
         assert pool.wait_ready(min(4096, seen[-1] + 1), GENEROUS_S)
@@ -228,7 +228,8 @@ def test_a_descriptor_is_picklable() -> None:
     c_ext.build_info()["sanitizer"] == "thread", reason="ThreadSanitizer starts under no such stack limit"
 )
 def test_a_pool_without_a_thread_is_refused_by_name() -> None:
-    """The process asks for thread stacks that no address space can hold, so that the system starts no thread for it."""
+    """If the system starts no thread for a pool, creating the pool raises an error. The process asks for thread stacks
+    that no address space can hold, so that no thread can start."""
     code = (
         "from flexkv.errors import CapacityError\n"
         "from flexkv.transfer.host_pool import HostPool\n"

@@ -1,5 +1,5 @@
 """NVTX ranges for a profiler. If the ranges are off, no NVTX library is loaded or called. If they are on, each thread
-pops as many ranges as it pushes. The NVTX library here is a fake.
+pops as many ranges as it pushes. The tests use a fake NVTX library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUN_S = 180
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of the compiled fake NVTX."""
+    """The path of the compiled fake NVTX library."""
     return build_fake_nvtx(tmp_path_factory.mktemp("nvtx"))
 
 

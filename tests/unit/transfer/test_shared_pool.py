@@ -1,5 +1,5 @@
-"""Host pools that processes share: all of them see the same bytes. Also covers pools whose creator has died, and
-process ids that are reused.
+"""Host pools that several processes share: all of them see the same bytes. Other tests cover pools whose creator has
+died, and process ids that are reused.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def pattern(slot: int, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def attach_and_answer(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Runs in a process that attaches the pool: checks the creator's bytes, writes different bytes, and reports the
-    result.
+    """Runs in a process that attaches the pool: checks the creator's bytes, writes different bytes, and reports whether
+    the creator's bytes were right.
     """
     pool = HostPool.attach(descriptor)
     ready = pool.wait_ready(SLOTS, GENEROUS_S)
@@ -54,8 +54,8 @@ def create_and_hang(connection: Connection) -> None:
 
 
 def load_what_comes(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Runs in a process that attaches the pool: loads slots 0 to 3, which wait for read 8 (slots 0 to 2) and read 9
-    (slot 3) of the creator, and reports the result.
+    """Runs in a process that attaches the pool: loads slots 0 to 3, and reports the result. Slots 0 to 2 wait for read
+    8 of the creator, and slot 3 waits for its read 9.
     """
     pool = HostPool.attach(descriptor)
     memory = np.zeros((4, SLOT_BYTES), np.uint8)
@@ -97,7 +97,8 @@ def test_two_processes_see_the_same_bytes() -> None:
 def test_a_load_waits_for_slots_that_another_process_fills() -> None:
     pool = HostPool(SLOT_BYTES, SLOTS, shared=True)
     assert pool.wait_ready(SLOTS, GENEROUS_S)
-    pool.native.settle(ids([3]), 7, True)  # the load must not take this earlier read of slot 3 for read 9
+    # the load must not mistake this earlier read of slot 3, read 7, for read 9
+    pool.native.settle(ids([3]), 7, True)
     here, there = spawn.Pipe()
     worker = spawn.Process(target=load_what_comes, args=(there, pool.descriptor()))
     worker.start()
@@ -149,7 +150,8 @@ def create_much_and_hang(connection: Connection, slots: int) -> None:
 
 
 def test_a_creator_that_dies_during_bring_up_ends_the_wait_of_those_attached() -> None:
-    # The creator is killed while it touches a gigabyte of memory, which takes far longer than the kill.
+    # The creator is stopped and later killed while it touches a gigabyte of memory. Touching all of it would take far
+    # longer than the kill.
     here, there = spawn.Pipe()
     slots = 1024
     creator = spawn.Process(target=create_much_and_hang, args=(there, slots))
@@ -181,7 +183,7 @@ def test_numbers_that_name_something_else_now_are_refused() -> None:
     foreign = os.memfd_create("flexkv-pool")
     os.ftruncate(
         foreign, descriptor.file_bytes
-    )  # name and size are right, but the memory is not sealed, so it could shrink
+    )  # name and size are right, but the memory is not sealed, so another process could shrink it
     with pytest.raises(ClosedError, match="sealed"):
         HostPool.attach(dataclasses.replace(descriptor, fd=foreign, token=bytes(16)))
     os.close(foreign)

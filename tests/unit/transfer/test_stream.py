@@ -1,4 +1,4 @@
-"""The engine accepts streams of any library. For anything else it raises an error that names the object."""
+"""The engine accepts the streams of any library. For any other object it raises an error that names the object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = 0x7F00_1234_5678
 
 
 class Speaks:
-    """A stream with the protocol `__cuda_stream__`, like those of cuda.core."""
+    """A stream with the method `__cuda_stream__`, like the streams of cuda.core."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -30,7 +30,8 @@ class Speaks:
 
 
 class SpeaksBoth(Speaks):
-    """A stream like those of newer versions of torch, which have the protocol and the attribute `cuda_stream`."""
+    """A stream like those of newer versions of torch. They have the method `__cuda_stream__` and the attribute
+    `cuda_stream`."""
 
     cuda_stream = 5
 

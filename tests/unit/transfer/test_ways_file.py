@@ -1,7 +1,7 @@
-"""The file with the measured thresholds for a GPU's copies (`transfer.ways_file`). A complete file with this GPU's key
-is used. A damaged file is refused with a ConfigError that says why. If the key is that of another GPU, the engine logs
-this and uses the built-in thresholds. The lane that uses the thresholds runs with the FAKE driver; nothing here ran on
-a GPU.
+"""The file with the measured thresholds for a GPU's copies (`transfer.ways_file`). The engine uses a complete file with
+this GPU's key. It refuses a damaged file with a ConfigError that gives the reason. If the key is that of another GPU,
+the engine logs this and uses the built-in thresholds. The tests run the lane that uses the thresholds with the FAKE
+driver, and use no GPU.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def test_the_link_is_what_both_ends_can_do(tmp_path: Path) -> None:
     (gpu / "current_link_width").write_text("16\n")
     (gpu / "current_link_speed").write_text(
         "2.5 GT/s PCIe\n"
-    )  # an idle GPU lowers its speed, so this is ignored
+    )  # an idle GPU lowers its link speed, so flexkv ignores the current speed
     (gpu / "max_link_speed").write_text("32.0 GT/s PCIe\n")
     assert pci_link("0000:17:00.0", devices) == (16, 5)
     (bridge / "max_link_speed").write_text("16.0 GT/s PCIe\n")
@@ -236,8 +236,8 @@ def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest
 def test_a_gpu_that_the_table_is_not_of_goes_by_what_is_built_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine has one setting of the file for all its GPUs, and must run on all of them. A GPU to which the file does
-    not belong uses the built-in thresholds.
+    """A GPU uses the built-in thresholds if the file belongs to another GPU. An engine has one setting of the file for
+    all its GPUs, and must run on all of them.
     """
     monkeypatch.setattr(
         ways_file, "this_key", lambda device: dataclasses.replace(KEY, device=f"GPU-{device}")

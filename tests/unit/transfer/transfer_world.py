@@ -1,4 +1,4 @@
-"""A small world for tests of the data plane: an engine's pool in plain memory, a host pool, and a transfer engine
+"""A small world for tests of data transfers: an engine's pool in plain memory, a host pool, and a transfer engine
 between them.
 """
 
@@ -28,7 +28,7 @@ from flexkv.transfer.host_pool import HostPool
 from tests import testing_ext
 
 GENEROUS_S = 30.0
-"""Deadline, in seconds, of every wait for something that must happen: far more than a busy machine needs."""
+"""Time limit, in seconds, for every wait for an event that must happen: far more than a busy machine needs."""
 
 FAIL, DELAY, STALL, CORRUPT = range(4)
 """Actions of a `testing_ext.FaultRule`."""
@@ -39,8 +39,8 @@ def ids(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 class World:
-    """A transfer engine between a host pool and a layer-first pool of one KV group. The pool is `memory`, uint8
-    [layers, blocks, run_bytes]; the page of block b is memory[:, b].
+    """A transfer engine between a host pool and an inference engine's layer-first pool of one KV group. The pool is
+    `memory`, uint8 [layers, blocks, run_bytes]; the page of block b is memory[:, b].
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class World:
         self.op_ids = itertools.count(1)
 
     def scribble(self, seed: int = 0) -> NDArray[np.uint8]:
-        """Fills the engine's pool with random bytes. Returns a copy of them."""
+        """Fills the inference engine's pool with random bytes. Returns a copy of them."""
         rng = np.random.default_rng(seed)
         self.memory[:] = rng.integers(0, 256, self.memory.shape, dtype=np.uint8)
         return self.memory.copy()
 
     def page(self, block: int) -> NDArray[np.uint8]:
-        """The bytes of a block, in the order of a page."""
+        """Returns the bytes of a block, in the order in which a page has them."""
         return self.memory[:, block, :].reshape(-1)
 
     def stored(self, slot: int) -> NDArray[np.uint8]:
@@ -101,14 +101,15 @@ class World:
         return ticket
 
     def run(self, *ops: TransferOp, edges: Sequence[tuple[int, int, EdgeKind]] = ()) -> dict[OpId, OpResult]:
-        """Submits the ops as one graph. Waits for and returns their results; there must be no other results."""
+        """Submits the ops as one graph, waits until they end, and returns their results. Asserts that no other result
+        comes."""
         ticket = self.submit(*ops, edges=edges)
         assert self.engine.wait(ticket, GENEROUS_S)
         return self.results(len(ops))
 
     def results(self, count: int) -> dict[OpId, OpResult]:
-        """Waits for `count` results with the event descriptor, and returns them by op id. Each op must have reported
-        once.
+        """Waits on the event descriptor until `count` results have come, and returns them by op id. Asserts that no op
+        reports twice.
         """
         found: list[OpResult] = []
         while len(found) < count:

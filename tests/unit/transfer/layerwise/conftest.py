@@ -1,4 +1,4 @@
-"""A device of plain memory for each test. Its threads must have ended after the test."""
+"""Gives each test a device of plain memory. After the test, checks that the device's threads have ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A small world for tests of the pipelines: random chunks, paged memory, a straightforward reference, and a device that
-runs its streams in any allowed order.
+"""A small world for tests of the pipelines: random chunks, paged memory, a straightforward reference result, and a
+device that runs the work of its streams in any order that their events allow.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ GENEROUS_S = 60.0
 
 
 def turn(layer: int, keys: Any, positions: RowPositions) -> None:
-    """A stand-in for the rotation that depends on all its arguments, so that tests notice if rows are rotated twice or
-    if other bytes are rotated.
+    """A stand-in for the rotation of keys. Its result depends on all its arguments, so that tests notice if rows are
+    rotated twice or if other bytes are rotated.
     """
     by = (positions.new - positions.old + layer + 1)[:, None, None]
     keys[:] = keys * 3 + by.astype(keys.dtype)
 
 
 class LayerWorld:
-    """One random case: chunks, paged memory and stored rows. All values are integers, so that results can be compared
-    exactly.
+    """A random test case: chunks, paged memory and stored rows. All values are integers, so that results can be
+    compared exactly.
     """
 
     def __init__(self, seed: int, layers: int | None = None, planes: int | None = None) -> None:
@@ -82,8 +82,11 @@ class LayerWorld:
         return [PageRows([rows]) for rows in self.stored[layer]]
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
-        """The paged memory after a load: all rows are loaded, rotated, zeroed in gaps and lost chunks, and scattered.
-        `failed_from`: the first layer in which a chunk is lost, by the chunk's number.
+        """Returns the paged memory as it must be after a load: all rows are loaded, rotated, zeroed in gaps and lost
+        chunks, and scattered.
+
+        Args:
+            failed_from: by the number of a lost chunk, the first layer in which the chunk is lost.
         """
         out = []
         for layer in range(self.layers):
@@ -111,7 +114,7 @@ class LayerWorld:
         return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S, prefetch_layers)
 
     def load(self, pipeline: LoadPipeline) -> PipelineReport:
-        """Runs a pipeline: one `next`, one `send` per layer, and a final `next`, which returns the report."""
+        """Runs a pipeline: calls `next` once, `send` once per layer, and a final `next`, which returns the report."""
         steps = pipeline.run()
         next(steps)
         for layer in range(self.layers):
@@ -123,7 +126,7 @@ class LayerWorld:
 
 
 class ReorderedEvent(Event):
-    """An event that is reached when the device has run everything before it in its stream."""
+    """An event that is reached when the device has run all earlier work of the event's stream."""
 
     def __init__(self, device: ReorderingDevice) -> None:
         self._device = device
@@ -140,7 +143,7 @@ class ReorderedEvent(Event):
 
 
 class ReorderedStream(Stream):
-    """A stream of the reordering device: a queue of work, waits for events, and records of events."""
+    """A stream of the reordering device: a queue with pieces of work, waits for events, and records of events."""
 
     def __init__(self, device: ReorderingDevice) -> None:
         self._device = device
@@ -178,7 +181,8 @@ class ReorderedStream(Stream):
 
 
 class ReorderingDevice(LayerDevice):
-    """A device that runs queued work only when the host waits, and then in any order that the streams' events allow.
+    """A device that runs queued work only when the host waits. It then runs the work in a random order, among those
+    that the streams' events allow.
 
     Attributes:
         given: stage and layer of all work, in the order of submission.

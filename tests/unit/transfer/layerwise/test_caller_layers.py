@@ -1,4 +1,4 @@
-"""Loads whose caller itself takes each layer from the pipeline's buffer and writes it to its own memory."""
+"""Loads whose caller takes each layer from the pipeline's buffer and writes it to the caller's own memory."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The world's expected result, except for rows that the caller does not write, which keep their content. These are
-    the gaps, and the rows of a lost chunk in the layer in which it is lost and in all later layers.
+    """The result that the world expects, except that some rows keep their content because the caller does not write
+    them. These are the rows in the gaps. They are also the rows of a lost chunk in the layer in which it is lost, and
+    in all later layers.
     """
     found = world.expected()
     for layer, paged in enumerate(found):
@@ -104,7 +105,7 @@ def gapped_world() -> LayerWorld:
 
 
 def values_of_gaps(world: LayerWorld, layers: CallerLayers | PagedLayers) -> set[int]:
-    """The values in the gaps of a load's buffers. The device allocates memory that is full of 77."""
+    """The values in the gaps of a load's buffers. The device fills memory with 77 when it allocates it."""
     numbers = np.arange(world.chunks.rows, dtype=np.int64)
     slots = numbers if isinstance(layers, CallerLayers) else world.slots
     pipeline = LoadPipeline(ReorderingDevice(0), layers, slots, world.chunks, turn, GENEROUS_S)
@@ -125,7 +126,8 @@ def test_control_paged_memory_gets_zeros() -> None:
 
 
 class NoScatterToLoad(LoadPipeline):
-    """Control: a pipeline that refills a layer's buffer without waiting until the caller has taken the layer."""
+    """A control: a pipeline that refills a layer's buffer without waiting until the caller has taken the layer from
+    it."""
 
     def _buffer_is_leaving(self, layer: int) -> bool:
         return True

@@ -1,4 +1,5 @@
-"""The load pipeline's behaviour if chunks are lost, stages raise or hang, or the caller stops early or misuses it."""
+"""How the load pipeline behaves if chunks are lost, if stages raise or hang, and if the caller stops early or misuses
+it."""
 
 from __future__ import annotations
 
@@ -99,14 +100,14 @@ def test_a_caller_may_stop_half_way(host: HostDevice, sends: int) -> None:
     for layer in range(world.layers):
         whole = expected if layer < sends - 1 else world.before
         assert np.array_equal(world.memory[layer], whole[layer])
-    # The device still works, for the next pipeline.
+    # After the fault, the device still works for the next pipeline.
     other = LayerWorld(12)
     other.load(other.pipeline(host))
     assert other.same(other.expected())
 
 
 class LeavesAtOnce(LoadPipeline):
-    """Control: a pipeline whose close does not wait for work in flight."""
+    """A control: a pipeline whose close does not wait for work in flight."""
 
     def _end_early(self) -> None:
         pass

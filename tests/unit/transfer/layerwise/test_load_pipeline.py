@@ -1,5 +1,5 @@
-"""The load pipeline is compared with a straightforward reference, while its streams run in random orders. If a
-dependency between streams is missing, the test must notice.
+"""Tests that compare the load pipeline with a straightforward reference, while its streams run in random orders. The
+tests must notice if a dependency between streams is missing.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_layer_n_is_scattered_at_step_n_plus_2() -> None:
         table += [("transform", step - 1)] if 0 < step <= world.layers else []
         table += [("load", step)] if step < world.layers else []
     assert given == table
-    # A `send` submits the load of its layer, and then the part of the next step that does not need the next layer.
+    # A `send` submits the load of its layer, and then the part of the next step that can begin without the next layer.
     assert of_step[0] == []
     assert of_step[1] == [("load", 0), ("transform", 0)]
     assert of_step[2] == [("load", 1), ("scatter", 0), ("transform", 1)]
@@ -82,7 +82,7 @@ def test_one_layer_can_be_read_and_edited_and_is_gone_after_its_step(host: HostD
 
 
 def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
-    """The load of a layer finishes while the caller still works with the previous layer."""
+    """The load of a layer finishes while the caller still works on the previous layer."""
     world = LayerWorld(6, layers=2)
     loaded = threading.Event()
 
@@ -100,7 +100,8 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
 
 
 class DeviceWide(HostDevice):
-    """Control: a device on which a caller waits for all work of all streams, like a synchronisation of the device."""
+    """A control: a device on which a caller waits for all work of all streams, as after a synchronisation of the
+    device."""
 
     def __init__(self) -> None:
         super().__init__(one_thread=False)
@@ -117,7 +118,8 @@ class DeviceWide(HostDevice):
 
 @pytest.mark.parametrize("device_wide", [False, True], ids=["events", "control"])
 def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool) -> None:
-    """The load of layer 1 hangs, but the caller must still get layer 0."""
+    """A caller that waits for a layer does not wait for the next layer: it gets layer 0 although the load of layer 1
+    hangs."""
     device = DeviceWide() if device_wide else HostDevice(one_thread=False)
     world, go_on = LayerWorld(16, layers=2), threading.Event()
 

@@ -1,5 +1,5 @@
-"""Layers whose loads begin before their steps. The bytes are right even if the caller edits a layer, and there are as
-many buffers as requested.
+"""Layers whose loads begin before their steps. Their bytes are right even if the caller edits a layer, and the pipeline
+uses exactly the requested number of buffers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ EDIT = 5000
 
 
 def load_with_edits(world: LayerWorld, pipeline: LoadPipeline) -> PipelineReport:
-    """Loads all layers. After the loads of the next layers have begun, sets each layer's first row to EDIT plus the
-    layer's number.
+    """Loads all layers. In each layer, after the loads of the next layers have begun, sets the first row to EDIT plus
+    the layer's number.
     """
     steps = pipeline.run()
     next(steps)

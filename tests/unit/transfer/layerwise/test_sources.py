@@ -1,4 +1,4 @@
-"""Loads whose rows come from pages in host memory."""
+"""Loads that read their rows from pages in host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANE_BYTES = TOKENS * ROW_BYTES
 
 
 def interior(heads_first: bool) -> PageInterior:
-    """The places of the rows in a page of LAYERS layers. Each layer has K and then V."""
+    """Returns the positions of the rows in a page of LAYERS layers. Each layer has K and then V."""
     strides = (WIDTH * 4, TOKENS * WIDTH * 4, 4) if heads_first else (ROW_BYTES, WIDTH * 4, 4)
     offsets = tuple(((2 * n) * PLANE_BYTES, (2 * n + 1) * PLANE_BYTES) for n in range(LAYERS))
     return PageInterior(offsets, (TOKENS, HEADS, WIDTH), strides, np.dtype(np.int32))

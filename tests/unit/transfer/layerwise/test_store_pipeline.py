@@ -1,4 +1,4 @@
-"""The store pipeline: where each row must arrive, the dependencies between streams, and faults."""
+"""Tests of the store pipeline: where each row must arrive, the dependencies between streams, and faults."""
 
 from __future__ import annotations
 
