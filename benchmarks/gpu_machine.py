@@ -100,8 +100,8 @@ def driver_refusal() -> str:
 
 
 def refusal() -> str:
-    """Returns why stages that need the native core cannot run on this machine; empty if they can. A child process makes
-    the calls of the driver.
+    """Returns why stages that need the native core cannot run on this machine; empty if they can. The driver is called
+    in a child process.
     """
     if lacking := driver_refusal():
         return lacking

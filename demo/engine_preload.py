@@ -50,8 +50,8 @@ if current_platform.is_cpu():
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
-    # The connector's own module is not imported, because its import registers the connector's name with vLLM. In a real
-    # engine, vLLM's plugin does that.
+    # The connector's own module is not imported, because its import registers the connector's name with vLLM. In an
+    # engine, flexkv's plugin for vLLM does that.
     import flexkv.adapters.vllm.scheduler
     import flexkv.adapters.vllm.worker  # noqa: F401
 

@@ -91,7 +91,7 @@ class Hit:
         tokens: number of tokens.
         blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
         tickets: one ticket for the load of the full blocks, and one for the load of the tokens after the last full
-            block. A hit without full blocks, or without such tokens, has one ticket.
+            block. A part that is not loaded has no ticket.
         requests: ids of the manager's requests, one per ticket.
         streamed: whether pages were still being read from disk when the load began.
     """

@@ -16,7 +16,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """How many of the reused rows are computed again.
+    """Determines how many of the reused rows are computed again, and which layers select these rows.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
     freshly computed key, and selects the rows whose keys differ most. From a check layer on, only the selected rows and

@@ -1,5 +1,5 @@
-"""`flexkv peers`: shows with which units the user's units on this machine share pages, how many pages they copied or
-missed, and why units do not share."""
+"""`flexkv peers`: shows, for each of the user's running units on this machine, with which units it shares pages, how
+many pages it copied or missed, and why it does not share pages with other units."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Events that affect the cache as a whole: keys are forgotten, leases expire, a pool grows or is lost, and the cache is
-reset."""
+"""Events that affect the cache as a whole: keys are forgotten, pages and leases expire, a pool grows or is lost, and
+the cache is reset."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ class LineModel:
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that got room. The request must have been in turn (`was_first`). All pages of `wanted` must
-        be in host memory or being read, unless they would not all fit into an empty host memory.
+        """Checks a lookup that got room. The request must have been in turn (`was_first`). If all pages of `wanted` fit
+        into an empty host memory, each of them must be in host memory or being read.
         """
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)
