@@ -22,24 +22,24 @@ LONGEST_FIRST = (
     "gpu",
     "unit",
 )
-"""Folders of tests in the order in which a run takes them. Slow folders come first (see `durations.md`), so that no
+"""Folders of tests in the order in which a run executes them. Slow folders come first (see `durations.md`), so that no
 worker starts minutes of work at the end.
 """
 
 TOGETHER = ("sanitizers", "engines_sglang", "native", "engines_vllm33")
-"""Folders whose tests all run on one worker, because their files share a build, or an engine that is started once.
-A run takes at least as long as the longest of these folders.
+"""Folders of which all tests run on one worker, because the files of such a folder share a build, or an engine that is
+started once. A run takes at least as long as the longest of these folders.
 """
 
 
 ALONE = {"FLEXKV_PEERS_SHARE": "off"}
-"""Environment variables of all tests. Units do not share pages, because other tests, and test runs of other users, have
-units with the same models. Tests of sharing override this.
+"""Environment variables of all tests. Units do not share pages by default, because units of other tests, and of other
+users' test runs, have the same models. Tests of sharing override this setting.
 """
 
 
 def pytest_configure() -> None:
-    os.environ.update(ALONE)  # for the fork servers of engines, which start before any test
+    os.environ.update(ALONE)  # needed before any test, because the fork servers of engines start earlier
     try:
         soak_factor()
     except ValueError as error:
@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes from later garbage collections the million objects that the import of the test modules has made."""
+    """Keeps the garbage collector from scanning about a million objects again and again. The import of the test modules
+    has made them, and they stay alive."""
     gc.collect()
     gc.freeze()
 
@@ -66,12 +67,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             folder = _folder(nodeid)
             return folder if folder in TOGETHER else nodeid.partition("::")[0]
 
-    config.option.loadscopereorder = False  # keeps the order of `LONGEST_FIRST`
+    # otherwise the scheduler would change the order of `LONGEST_FIRST`
+    config.option.loadscopereorder = False
     return Scheduler(config, log)
 
 
 def _folder(nodeid: str) -> str:
-    """Returns the name of the folder in `tests` that contains the test; empty if the test is directly in `tests`."""
+    """Returns the name of the folder in `tests` that contains the test, or an empty string if the test is directly in
+    `tests`."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
 

@@ -1,8 +1,8 @@
 """Shows where a run of the tests spent its time. Run `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m
 tests.durations FILE`.
 
-It writes `tests/durations.md`: seconds per folder, per slow file and per slow test, including set-up and tear-down. The
-start of an engine that several tests share counts for the first of these tests.
+It writes `tests/durations.md`: seconds per folder, per slow file and per slow test, including set-up and tear-down. If
+several tests share an engine, the start of the engine counts for the first of these tests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The tree from which this process runs, for tests that start another Python. Under a sanitizer it is a copy of the
-working tree.
+"""The root of the tree from which this process runs, for tests that start another Python. Under a sanitizer it is a
+copy of the working tree.
 """
 
 from __future__ import annotations
@@ -8,5 +8,6 @@ from pathlib import Path
 
 import flexkv
 
-# Links are not resolved: the copy's links lead to the working tree, whose native core is built without a sanitizer.
+# Links must not be resolved: the links of a sanitizer's copy lead to the working tree, whose native core is built
+# without a sanitizer.
 OWN_TREE = Path(flexkv.__file__).parent.parent

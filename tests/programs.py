@@ -13,12 +13,12 @@ from build_support.ninja_file import ROOT
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `python -m` with these arguments in the tree's root. `stdout` of the result contains all output, including
-    stderr. The program has no time limit except that of the test. When it ends, or the test does, the processes that it
-    started are killed.
+    stderr. The program has no time limit except that of the test. When the program or the test ends, the processes that
+    the program started are killed.
 
     Under `make test` compilers use one core, because other tests run at the same time.
     """
-    # The user's pytest options are for the session that runs this test, not for a pytest that the program runs.
+    # The user's pytest options are for this test session, not for a pytest that the program runs.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     if "PYTEST_XDIST_WORKER" in environ:
         environ.setdefault("MAX_JOBS", "1")

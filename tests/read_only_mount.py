@@ -11,14 +11,14 @@ import pytest
 
 
 def make_read_only(mount: Path) -> None:
-    """Mounts a test's file system again, read-only, as the kernel may do after I/O errors."""
+    """Makes the mount of a test's file system read-only, as the kernel may do after I/O errors."""
     subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
 
 
 @contextmanager
 def read_only_mount(folder: Path, at: Path) -> Iterator[Path]:
-    """Mounts `folder` a second time, read-only, at the new folder `at`, until the context ends. Skips the test if
-    this user may not mount.
+    """Mounts `folder` a second time, read-only, at the new folder `at`, until the context ends. Skips the test if this
+    user is not allowed to mount.
     """
     at.mkdir()
     done = subprocess.run(["mount", "--bind", str(folder), str(at)], capture_output=True, text=True)

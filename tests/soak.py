@@ -1,6 +1,4 @@
-"""Lets tests marked `soak` run longer: FLEXKV_SOAK is the factor, which is 1 by default and larger under `make
-soak`.
-"""
+"""Makes tests marked `soak` run longer. FLEXKV_SOAK is the factor: 1 by default, and larger under `make soak`."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ SOAK_VARIABLE = "FLEXKV_SOAK"
 
 
 def soak_factor() -> int:
-    """Returns how many times as long as usual a test marked `soak` runs.
+    """Returns the factor by which a test marked `soak` runs longer than usual.
 
     Raises:
         ValueError: FLEXKV_SOAK is not a whole number of at least 1.

@@ -35,7 +35,7 @@ OTHER_ROUNDS = 3
 
 BUDGET_S = 3600.0
 ROUND_S = 1800.0
-"""Seconds after which a round is ended and counts as failed."""
+"""Seconds after which a round is stopped and counts as failed."""
 SHOWN_BYTES = 8000
 """Number of bytes shown from the end of a failed round's output."""
 
@@ -54,7 +54,7 @@ TIMED_MODULES = frozenset(
         "time",
     ]
 )
-"""Modules of the standard library. A test that imports one of them can be disturbed by the load of other processes."""
+"""Modules of the standard library. The load of other processes can disturb a test that imports one of them."""
 
 STILL_TO_RUN = 3
 
@@ -63,15 +63,15 @@ BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum
 
 @dataclass(frozen=True)
 class Plan:
-    """How many times a test file runs: as usual, and under ThreadSanitizer."""
+    """How many times a test file runs: without a sanitizer, and under ThreadSanitizer."""
 
     path: str
     usual: int
     under_thread_sanitizer: int
 
     def rounds(self, most: int) -> Iterator[tuple[str, bool]]:
-        """Yields the name of each round, and whether it runs under ThreadSanitizer, for at most `most` rounds of
-        each kind.
+        """Yields the name of each round, and whether it runs under ThreadSanitizer. Yields at most `most` rounds with
+        it, and at most `most` without it.
         """
         for number in range(min(self.usual, most)):
             yield f"{self.path} {number + 1}/{self.usual}", False
@@ -80,7 +80,8 @@ class Plan:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Returns the dotted names of the modules that a Python file imports, and of what it imports from them."""
+    """Returns the dotted names of the modules that a Python file imports, and of the names that it imports from
+    modules."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -132,7 +133,7 @@ def tree_digest() -> str:
 
 
 class Progress:
-    """The rounds that have passed in exactly this tree. They are saved in a file."""
+    """The rounds that have passed with exactly the files of this tree. They are saved in a file."""
 
     def __init__(self, path: Path, tree: str) -> None:
         self._path = path
@@ -168,7 +169,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
-    """Runs the file's tests once. Returns None if they have passed, otherwise the end of pytest's output."""
+    """Runs the file's tests once. Returns None if they have passed, and otherwise the last part of pytest's output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
     try:
         done = subprocess.run(
@@ -182,7 +183,7 @@ def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
 
 
 def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds: int = TIMED_ROUNDS) -> int:
-    """Runs the rounds that have not passed yet, file by file, and begins none after `budget_s` seconds. Returns the
+    """Runs the rounds that have not passed yet, file by file. Begins no round after `budget_s` seconds. Returns the
     program's exit code.
     """
     ends_s = time.monotonic() + budget_s
@@ -216,8 +217,8 @@ def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds:
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """Returns the given test files and those in the given folders, or all test files if nothing is given. Ends the
-    program if one of them is neither a test file nor a folder with test files.
+    """Returns the given test files and the test files in the given folders, or all test files if nothing is given. Ends
+    the program if an argument is neither a test file nor a folder with test files.
     """
     files: list[Path] = []
     for path in [Path(name).resolve() for name in named] or [ROOT / "tests"]:

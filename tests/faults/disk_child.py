@@ -1,13 +1,11 @@
-"""A process for tests that kill it. It uses a disk tier at random. In a file of marks, it writes what it is going to do
-and what it has done.
+"""A process for tests that kill it. It makes random calls of a disk tier. It records each step in a file of marks: a
+line before the step, and a line after it.
 
-Its arguments are either `serve`, or the following:
-    folder: the tier's folder, or a folder with folders `disk*`, over which the tier is striped.
-    marks: the file for the marks.
-    seed, steps: seed of the random choices, and number of steps.
-    way: how pages reach the disks, a name in WAYS.
-    how: `normal`, or a fault that the tests must find. With `no-sync` the data is not synced. With `index-first` the
-        index becomes durable, and is reported as such, before the data.
+Its arguments are either `serve`, or the following:     folder: the tier's folder, or a folder with folders `disk*`,
+over which the tier is striped.     marks: the file for the marks.     seed, steps: seed of the random choices, and
+number of steps.     way: how pages reach the disks, a name in WAYS.     how: `normal`, or a fault that the tests must
+find. With `no-sync` the data is not synced. With `index-first` the         index becomes durable, and is reported as
+such, before the data.
 """
 
 from __future__ import annotations
@@ -38,7 +36,8 @@ SHARING = sharing_groups()
 
 @dataclass(frozen=True)
 class Way:
-    """How pages reach the disks. Each time the tier is opened, one value of `ios` and one of `sealed` are chosen.
+    """The ways in which pages reach the disks. Each time the tier is opened, one value of `ios` and one of `sealed` are
+    chosen.
 
     Attributes:
         ios: kinds of I/O for the disks.
@@ -63,7 +62,7 @@ WAYS = {
 
 
 def break_order(how: str) -> None:
-    """Puts the fault `how` into this process; see the module's docstring."""
+    """Makes this process misbehave as the fault `how` describes; see the module's docstring."""
     if how == "no-sync":
         Journal._sync_data = lambda self, slabs: None  # type: ignore[method-assign]
     elif how == "index-first":
@@ -76,7 +75,8 @@ def break_order(how: str) -> None:
             late.clear()
             self._sync_data = late.update  # type: ignore[assignment,method-assign]
             write(self, batch)
-            sync(self, due)  # syncs the previous batch's data: so late that cuts hit the gap
+            # syncs the data of the previous batch, so late that a power cut can come before it
+            sync(self, due)
 
         Journal._write = index_first  # type: ignore[method-assign]
     else:
@@ -84,7 +84,7 @@ def break_order(how: str) -> None:
 
 
 def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
-    """Returns, for each place, the generation, number and group of its page."""
+    """Returns a dict: for each disk slot, the generation, number and group of its page."""
     groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     pages = zip(rows.generations.tolist(), numbers, groups.tolist(), strict=True)
@@ -218,8 +218,8 @@ class Child:
 
 
 def serve() -> None:
-    """Forks a process for each line `folder marks seed way` on its input, because an interpreter takes long to start.
-    Prints each process's id, then its exit code.
+    """Forks a process for each line `folder marks seed way` on its input. It forks because starting an interpreter
+    takes long. For each process, prints the process id, and at its end the exit code.
     """
     for line in sys.stdin:
         folder, marks, seed, way = line.rstrip("\n").split(" ", 3)
@@ -237,7 +237,7 @@ def serve() -> None:
 
 
 def live(arguments: Sequence[str]) -> None:
-    """Runs one process's steps. The arguments are those of the program."""
+    """Runs all steps of one process. `arguments` are those of the program."""
     folder, marks, seed, steps, way, how = arguments
     break_order(how)
     child = Child(Path(folder), Path(marks), int(seed), WAYS[way])

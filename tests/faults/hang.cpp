@@ -1,6 +1,6 @@
-// A library to preload into a process. It makes a disk seem not to answer: writes by the thread with the name
-// in HANG_THREAD never end. The writes in question clear an idle disk with zeros. I/Os of pages use different
-// calls, which do not hang.
+// A library to preload into a process. It simulates a disk that hangs: `pwrite` never returns in the thread
+// whose name is in HANG_THREAD. The disk tier uses `pwrite` to clear an idle disk with zeros. It reads and
+// writes pages with other calls, which do not hang.
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -34,7 +34,7 @@ class Disk:
         self.is_stalled = False
 
     def stall(self, offset: int) -> None:
-        """Stalls all reads that cover the byte at `offset` of a page, until `let_go`."""
+        """Stalls all reads that cover the byte at `offset` of a page, until `let_go` is called."""
         (slab,) = self._folder.rglob("*.slab")
         header = read_header(str(slab))
         self._library.stall_reads(*map(ctypes.c_int64, (header.header_bytes, header.slot_bytes, offset)))
@@ -88,7 +88,7 @@ SETTINGS: dict[str, Any] = {
     "disk.bytes_per_folder": "4MiB",
     "disk.compute_if_faster": False,
     "disk.gds": "on",
-    # The preloaded library stalls the calls of this kind of I/O.
+    # The preloaded library can stall only the calls that this kind of I/O uses.
     "disk.io": "threads",
 }
 
@@ -100,7 +100,7 @@ def sglang(disk: Disk, folder: Path, by_layer: bool) -> tuple[list[bool], bool]:
     from flexkv.transfer.graph import TransferGraph
     from tests.unit.sglang import conftest
 
-    conftest.HEADS, conftest.HEAD_SIZE = 4, 64  # 4 KiB of K and of V per layer
+    conftest.HEADS, conftest.HEAD_SIZE = 4, 64  # gives 4 KiB of K and of V per layer
     settings = SETTINGS | {"disk.folders": str(folder), "disk.gds_may_fail_requests": True}
     hashes = conftest.hashes_of(*PAGES)
     first = conftest.World(**settings)
@@ -134,7 +134,7 @@ def tensorrt_llm(disk: Disk, folder: Path, by_layer: bool) -> tuple[list[bool], 
     from tests.unit.tensorrt_llm.pool import Shape
     from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, World, arguments, settings
 
-    shape = Shape(size=128)  # 4 KiB of K and of V per layer
+    shape = Shape(size=128)  # gives 4 KiB of K and of V per layer
     given = SETTINGS | {
         "disk.folders": str(folder),
         "disk.gds_may_fail_requests": True,
@@ -172,7 +172,7 @@ def vllm(disk: Disk, folder: Path, by_layer: bool) -> tuple[list[bool], bool]:
     from tests.unit.adapters.mini_engine import MiniEngine
     from tests.unit.adapters.vllm_objects import make_request
 
-    mini_pools.CONTENT = 256  # 8 KiB per layer
+    mini_pools.CONTENT = 256  # gives 8 KiB per layer
     prompt = list(range(100, 123))
     settings = SETTINGS | {
         "disk.folders": str(folder),

@@ -1,5 +1,5 @@
-// A library to preload into a process. It makes aligned allocations fail in the thread with the name in
-// NO_MEMORY_THREAD. fail_allocations() sets how many of the next ones fail.
+// A library to preload into a process. It makes aligned allocations fail in the thread whose name is in
+// NO_MEMORY_THREAD. fail_allocations() sets how many of the next aligned allocations fail.
 #include <pthread.h>
 
 #include <atomic>

@@ -1,5 +1,5 @@
-"""Finds what a process of `disk_child` has promised in its marks, and checks that a disk tier that opens the process's
-folder keeps these promises.
+"""Derives the promises of a `disk_child` process from its marks, and checks that a disk tier which opens the same
+folder keeps them. For example, a page that was reported durable must be served.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Promises:
                 self.newest = max(self.newest, generation)
             elif word == "durable":
                 place, generation = values
-                # A page may be reported as durable after it was evicted, or after a reset.
+                # The journal may report a page as durable after the page was evicted, or after a reset. Such a report
+                # promises nothing.
                 if generation > self._reset_at and generation not in self._evicted:
                     self.durable[place] = (generation, *self.pages[generation])
             elif word == "evict":
@@ -62,15 +63,15 @@ class Promises:
 
 
 def is_served(world: DiskWorld, place: int, page: tuple[int, int, int], of: int) -> bool:
-    """Tells whether the tier would serve the page as a page of group `of`. Its bytes are not checked."""
+    """Whether the tier would serve the page as a page of group `of`. Does not check the page's bytes."""
     generation, number, _ = page
     tags = make_tags(keys_of([number]), world.unit.epoch, np.array([generation], np.uint64), BLOCK_TOKENS)
     return not len(world.run(OpKind.DISK_READ, [0], [place], tags, of=of).failed)
 
 
 def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup], slots: int) -> list[str]:
-    """Opens `folder` as the product does and reads every page for its own group. Returns the broken promises in words.
-    Raises an error if the bytes of a page are wrong.
+    """Opens `folder` as the product does, and reads every page as a page of its own group. Returns a description of
+    each broken promise. Raises an error if the bytes of a page are wrong.
     """
     world = DiskWorld(
         disks_of(folder),

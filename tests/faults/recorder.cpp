@@ -1,12 +1,9 @@
 // A library to preload into a process. It logs every write, sync and change of names under one folder, in
-// order and with the bytes. tests/faults/write_log.py reads the log.
-//
-// Writes by io_uring are read from the rings. The start of a write is logged right before its entry is handed
-// to the kernel. Its end is logged when its completion is found after a call, so never too early. A sync
-// therefore never seems to cover a write that it may not have covered. Rings with a thread in the kernel are
-// not supported.
-//
-// RECORD_DIR is the folder, RECORD_LOG the file for the log. A record is a header, and then `bytes` bytes.
+// order and with the bytes. tests/faults/write_log.py reads the log.  Writes by io_uring are read from the
+// rings. The start of a write is logged right before its entry is handed to the kernel. Its end is logged
+// when its completion is found after a call, so never too early. So in the log a sync never covers a write
+// that it did not cover in fact. Rings with a thread in the kernel are not supported.  RECORD_DIR is the
+// folder, RECORD_LOG the file for the log. A record is a header, and then `bytes` bytes.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>
@@ -83,7 +80,7 @@ void put(const void* data, size_t bytes) {
   const char* at = static_cast<const char*>(data);
   while (bytes > 0) {
     const long done = syscall(SYS_write, log_fd, at, bytes);
-    if (done <= 0) abort();  // a log with a gap would prove nothing
+    if (done <= 0) abort();  // if a record is lost, the log proves nothing
     at += done;
     bytes -= static_cast<size_t>(done);
   }
@@ -151,15 +148,15 @@ int record_sync(int fd, long call) {
 
 // --- io_uring ---
 
-constexpr int kMostRings = 4096;    // file descriptors of rings are below this
-constexpr int kMostCookies = 4096;  // values of user_data of I/Os are below this
+constexpr int kMostRings = 4096;    // file descriptors of rings are below this number
+constexpr int kMostCookies = 4096;  // values of user_data of I/Os are below this number
 
 struct Ring {
-  char* rings = nullptr;  // one mapping with both queues
+  char* rings = nullptr;  // a single mapping with the submission queue and the completion queue
   io_uring_sqe* entries = nullptr;
   io_uring_params params{};
-  uint32_t handed = 0;  // number of entries of the submission queue that were logged
-  uint32_t heard = 0;   // number of entries of the completion queue that were logged
+  uint32_t handed = 0;  // number of entries of the submission queue that are in the log
+  uint32_t heard = 0;   // number of entries of the completion queue that are in the log
   uint64_t numbers[kMostCookies] = {};
 
   std::atomic_ref<uint32_t> at(uint32_t offset) const {
@@ -195,7 +192,7 @@ void ring_made(int fd, const io_uring_params& params) {
   ring->rings = static_cast<char*>(map(fd, sq > cq ? sq : cq, IORING_OFF_SQ_RING));
   ring->entries =
       static_cast<io_uring_sqe*>(map(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
-  rings[fd] = ring;  // an older ring with this descriptor is closed; its mapping may stay
+  rings[fd] = ring;  // an older ring with this descriptor was closed; the mapping of that ring may stay
 }
 
 void note_handed(Ring& ring) {
@@ -204,7 +201,8 @@ void note_handed(Ring& ring) {
     const uint32_t slot = ring.handed & (ring.params.sq_entries - 1);
     const uint32_t entry = ring.at(ring.params.sq_off.array + slot * sizeof(uint32_t)).load();
     const io_uring_sqe& sqe = ring.entries[entry];
-    if (sqe.opcode == IORING_OP_WRITEV) abort();  // its bytes are in other memory
+    // the bytes of such a write are in memory that its iovecs point to
+    if (sqe.opcode == IORING_OP_WRITEV) abort();
     if ((sqe.opcode != IORING_OP_WRITE && sqe.opcode != IORING_OP_WRITE_FIXED) || !fd_inside(sqe.fd)) {
       continue;
     }
@@ -229,8 +227,8 @@ void note_ended(Ring& ring) {
 
 extern "C" {
 
-// Always reads six arguments. If a call has fewer, the others have arbitrary values, as in the C library's
-// own function.
+// Always reads six arguments. If the caller passes fewer, the others have arbitrary values, as in the C
+// library's own function.
 long syscall(long number, ...) noexcept {
   long given[6];
   va_list list;

@@ -1,5 +1,5 @@
-// A library to preload into a process. It stalls reads that cover one byte, the same in every page, until
-// let_reads_go() is called.
+// A library to preload into a process. A caller chooses one byte of a page. The library stalls reads that
+// cover this byte of any page, until let_reads_go() is called.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -9,14 +9,14 @@
 namespace {
 
 std::atomic<int64_t> first_page{0};
-std::atomic<int64_t> page_bytes{0};  // 0: no read is stalled
+std::atomic<int64_t> page_bytes{0};  // page size; 0: no read is stalled
 std::atomic<int64_t> place_in_page{0};
 std::atomic<int64_t> stalled{0};
 
 bool covers(int64_t offset, int64_t bytes) {
   const int64_t size = page_bytes;
   if (size == 0 || offset < first_page) return false;
-  // Distance from the start of the read to the next byte at which reads are stalled.
+  // `ahead` is the distance from the start of the read to the next byte at which reads are stalled.
   const int64_t in_page = (offset - first_page) % size;
   const int64_t ahead = (place_in_page - in_page + size) % size;
   return ahead < bytes;

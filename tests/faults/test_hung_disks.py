@@ -1,4 +1,5 @@
-"""Disks that hang while a tier is closed: the close takes one deadline for all of them, not one deadline per disk."""
+"""If several disks hang while a tier is closed, the close takes at most one deadline for all of them, not one deadline
+per disk."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from tests.unit.storage.disk_world import NO_HOLES
 ROOT = Path(__file__).resolve().parents[2]
 DISKS = 12
 STUCK_S = 3.0
-"""Deadline of a close. It is longer than the delays of a busy machine. A close with a deadline per disk would take
-twelve times as long, so the test can tell it apart.
+"""Deadline of a close, in seconds. It is longer than the delays of a busy machine. A close with a deadline per disk
+would take twelve times as long, so the test notices it.
 """
 CHILD_S = 120
 

@@ -1,5 +1,5 @@
-"""Processes that use a disk tier are killed one after the other. Each next one serves the durable pages, and no wrong
-page.
+"""Processes that use a disk tier are killed one after the other. Each new process serves all durable pages, and no
+wrong page.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.soak import soak_rounds
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
 USES = ((1, "any"), (3, "any"), (1, "any groups"))
-"""For each folder, the number of its disks and the name of its way in `WAYS`. The folders are used at the same time,
-and KILLS is the number of kills in all of them together.
+"""For each folder, the number of its disks, and its `way`: a name in `WAYS`. The test uses the folders at the same
+time. KILLS is the number of kills in all of them together.
 """
 FOLDERS = len(USES)
 CHECK_EVERY = 4
-"""Number of processes between two full checks by the test. Between these checks, each process opens the folder that the
-killed process before it left.
+"""Number of processes between two full checks by the test. Between these checks, each process only opens the folder
+that the previous, killed process has left.
 """
 LIFE_S = 120.0
 
@@ -62,7 +62,7 @@ class Lives:
             )
 
     def lines(self) -> list[str]:
-        """Returns the marks so far, without a last line that a kill cut off."""
+        """Returns the complete marks so far. Leaves out a last line that a kill cut off."""
         text = self.said.read_text()
         return text[: text.rfind("\n") + 1].splitlines()
 
@@ -75,13 +75,15 @@ class Lives:
         assert server.stdout is not None
         server.stdin.write(f"{self.disk} {self.said} {seed} {self.way}\n")
         server.stdin.flush()
-        process = os.pidfd_open(int(server.stdout.readline()))  # a process id could be reused
+        # a pidfd, because the process id could be reused
+        process = os.pidfd_open(int(server.stdout.readline()))
         deadline = time.monotonic() + LIFE_S
         ended: list[int] = []
         while len(self.lines()) < len(before) + marks and not ended and time.monotonic() < deadline:
             ended, _, _ = select.select([process], [], [], 0.002)
         time.sleep(0 if ended else then_s)
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself; below this is an error
+        # in this case, the process has ended by itself, which the assertion below reports
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
         assert int(server.stdout.readline()) == -signal.SIGKILL, self.errors.read_text()
@@ -108,8 +110,8 @@ def folders(tmp_path: Path) -> Iterator[list[Lives]]:
 
 
 def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
-    """Kills processes one after the other, and checks at intervals that all promises are kept. Returns the number of
-    pages that had been reported durable, summed over the checks.
+    """Kills processes one after the other, and checks at intervals that all promises are kept. Returns how many pages
+    had been reported durable, summed over the checks.
     """
     rng = random.Random(first_seed)
     served = 0

@@ -1,4 +1,4 @@
-"""Power cuts at random moments: afterwards all pages that were reported durable are there, and no page is wrong."""
+"""After power cuts at random moments, all pages that were reported durable are there, and no page is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 65
-"""Number of disk images per run. All runs of all variants make 650 images, and 13,000 with `make soak`."""
+"""Number of disk images per run. All runs of all variants together make 650 images, and 13,000 with `make soak`."""
 RUNS = 2
 STEPS = 100
 CONTROL_IMAGES = 150
@@ -29,7 +29,7 @@ CONTROL_RUNS = 8
 CHILD_S = 240
 
 VARIANTS = [("threads", 1), ("io_uring", 1), ("io_uring", 3), ("sealed", 3)]
-"""For each variant, the name of its way in `WAYS`, and the number of disks over which the slots are striped."""
+"""For each variant, its `way`, which is a name in `WAYS`, and the number of disks over which the slots are striped."""
 variants = pytest.mark.parametrize(("way", "disks"), VARIANTS, ids=lambda value: str(value))
 
 
@@ -46,7 +46,8 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder, in memory if possible. It need not be on a disk, because the state after a cut is made from the log."""
+    """A folder, in memory if possible. It need not be on a disk, because the tests compute the disks' state after a
+    power cut from the log."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         yield tmp_path
@@ -86,8 +87,8 @@ def record(recorder: Path, folder: Path, seed: int, way: str, disks: int, how: s
 
 
 def cut(log: WriteLog, folder: Path, images: int, seed: int, way: str, striped: int) -> tuple[int, list[str]]:
-    """Makes images of the disks at random cuts of the log, and opens each. Returns how many pages were promised in all
-    images together, and the broken promises.
+    """Makes images of the disks for power cuts at random positions of the log, and opens each image. Returns how many
+    pages were promised in all images together, and the broken promises.
     """
     rng = random.Random(seed)
     disks, promises = Disks(log, rng), Promises()
@@ -133,7 +134,7 @@ def test_the_cut_finds_a_wrong_order(
 ) -> None:
     broken: list[str] = []
     signs = ("durable page", "the index names")
-    # Cuts find the fault only between two syncs. In a single run there may be no such moment.
+    # Only a cut between two particular syncs shows the fault. A single run may have no such moment.
     for seed in range(CONTROL_RUNS):
         log = record(recorder, memory_folder, seed, way, disks, how)
         broken += cut(log, memory_folder, CONTROL_IMAGES, seed, way, disks)[1]

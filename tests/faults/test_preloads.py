@@ -1,4 +1,5 @@
-"""Conditions that only a preloaded library can create: a disk that needs unusual alignment, and failing allocations."""
+"""Conditions that only a preloaded library can create: a disk that needs unusual alignment, and allocations that
+fail."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ assert world.close()
 
 
 def run(source: str, library: Path, folders: list[Path], **environ: str) -> list[str]:
-    """Runs a Python program with the library preloaded. Returns the lines that it printed."""
+    """Runs the Python program `source` with the library preloaded. Returns the lines that it printed."""
     done = subprocess.run(
         [sys.executable, "-c", source, *map(str, folders)],
         cwd=ROOT,
@@ -86,7 +87,8 @@ def alignment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_disk_with_usual_boundaries_is_used(
     alignment: Path, tmp_path: Path, offset: int, memory: int
 ) -> None:
-    """An alignment of 0 means that the file system refuses direct I/O or does not report what it needs."""
+    """A disk with usual alignment is used with direct I/O. An alignment of 0 means that the file system refuses direct
+    I/O, or does not report which alignment it needs."""
     said = run(
         ALIGNMENT, alignment, [tmp_path], DIO_PATH=".slab", DIO_OFFSET=str(offset), DIO_MEMORY=str(memory)
     )
@@ -98,7 +100,8 @@ def test_a_disk_with_usual_boundaries_is_used(
 def test_a_disk_with_other_boundaries_is_used_through_the_page_cache(
     alignment: Path, tmp_path: Path, offset: int, memory: int, others: bool
 ) -> None:
-    """The page cache makes the disk slower, so a warning is logged. Other disks are used with direct I/O."""
+    """A disk with unusual alignment is used through the page cache. This makes it slower, so a warning is logged. Other
+    disks are used with direct I/O."""
     folders = [tmp_path / "odd", *([tmp_path / "usual"] if others else [])]
     said = run(
         ALIGNMENT, alignment, folders, DIO_PATH="/odd/", DIO_OFFSET=str(offset), DIO_MEMORY=str(memory)

@@ -1,4 +1,4 @@
-"""Tests `broken_promises`: it finds a page that would be served to two KV groups."""
+"""The helper `broken_promises` finds a page that would be served to two KV groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ STEPS = 30
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_page_is_its_own_groups_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
-    """In the control, trailers do not contain the group's number, so a page could be served to other groups."""
+    """A page is served only to its own group. In the control, trailers do not contain the group's number, and
+    `broken_promises` finds pages that would be served to other groups, too."""
     if not named:
         monkeypatch.setattr(striped_slabs, "codec_of", lambda group, number: codec_of(group))
     way = WAYS["groups"]

@@ -1,5 +1,5 @@
-"""Layerwise loads that bypass host memory, from disk to an engine's pool: the forward gets the first layer while the
-last one is still being read. Runs with three adapters; the pools are in ordinary memory.
+"""Layerwise loads from disk to an engine's pool, bypassing host memory: the forward pass gets the first layer while the
+last layer is still being read. The tests use the adapters of three engines; the pools are in ordinary memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LAYERS = {"vllm": 2, "sglang": 3, "tensorrt_llm": 3}
 
 @pytest.fixture(scope="module", params=LAYERS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of `layers_child` for one engine: with loads layer by layer, and with all layers at once."""
+    """The results of `layers_child` for one engine: one for loads layer by layer, and one for loads of all layers at
+    once."""
     folder = tmp_path_factory.mktemp("layers")
     environment = {**os.environ, "LD_PRELOAD": str(build_preload("stall_reads.cpp", folder))}
     done = subprocess.run(

@@ -1,9 +1,9 @@
 """Reads the log of what a process did to its files, and makes disk images that a power cut at any moment could leave.
 
 A sync covers the writes that ended before it began. A write that no sync has covered yet may be on the disk, may be
-missing, or may be there in some of its 512-byte sectors only. Later writes may be on the disk without it. A sync of a
-folder covers the changes of its names (creation, rename, deletion). If a change that is not covered is missing, all
-later changes that are not covered are missing too, as in a file system with a journal.
+missing, or may be there in some of its 512-byte sectors only. Later writes may be on the disk even if it is missing. A
+sync of a folder covers the changes of its names (creation, rename, deletion). If a change that is not covered is
+missing, all later changes that are not covered are missing too, as in a file system with a journal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WriteLog:
 
 
 def read_log(path: Path, root: Path) -> WriteLog:
-    """Reads the log that recorder.cpp wrote. The last record may be incomplete; it is left out."""
+    """Reads the log that recorder.cpp wrote. Leaves out the last record if it is incomplete."""
     raw = path.read_bytes()
     calls: list[Call] = []
     open_calls: dict[int, Call] = {}
@@ -124,7 +124,8 @@ class Disks:
         for call in self._names:
             if call.begin > cut:
                 break
-            # After the first missing change of names, all later ones that are not covered are missing too.
+            # If a change of names is missing, all later changes that are not covered are missing, too, as in a file
+            # system with a journal.
             lost = lost or (call.covered > cut and self._rng.random() < 0.3)
             if lost and call.covered > cut:
                 continue

@@ -1,6 +1,6 @@
 """Runs Mooncake's own servers in a network namespace: a master, and owners that contribute memory.
 
-All servers are children of the test and end with it. Every wait has a limit.
+All servers are child processes of the test process, and end with it. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.servers.namespace import Namespace
 from tests.servers.stopping import stop_all_threads
 
 PORT = 50051
-"""Port of the first master; the next port serves its metrics. Nothing else uses ports in the namespace."""
+"""Port of the first master. The next port serves the master's metrics. No other process uses ports in the namespace."""
 START_S = 20.0
-"""Limit for the start of a server. On an idle machine a master listens after 0.05 s."""
+"""Time limit, in seconds, for the start of a server. On an idle machine a master listens after 0.05 s."""
 SEGMENT_MIB = 256
 
 OWNER = """
@@ -85,7 +85,7 @@ class Server:
 
 
 class Master(Server):
-    """The master, which knows the owner of each value. It loses this knowledge when it is restarted."""
+    """The master process, which knows the owner of each value. A restart loses this knowledge."""
 
     def __init__(self, namespace: Namespace, log: Path, port: int = PORT) -> None:
         super().__init__(log)

@@ -32,7 +32,7 @@ TOOLS = ("unshare", "nsenter", "setpriv")
 
 
 class NoNamespace(Exception):
-    """Raised if this user cannot make a network namespace on this machine. The message has the reason."""
+    """Raised if this user cannot make a network namespace on this machine. The message gives the reason."""
 
 
 class Namespace:
@@ -60,15 +60,15 @@ class Namespace:
         self.pid = self._holder.pid
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Returns a command line that runs `argv` in the namespace. The process keeps its process id and inherited
-        files, and is killed when the thread that started it ends.
+        """Returns a command line that runs `argv` in the namespace. The process that executes it keeps its process id
+        and inherited files, and is killed when the thread that started it ends.
         """
         enter = ["nsenter", "-t", str(self.pid), "-n", *(["-U", "--preserve-credentials"] * self._own_user)]
         # setpriv must come after nsenter, because a change of the user clears the signal that setpriv sets.
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--", *argv]
 
     def listens(self, port: int) -> bool:
-        """Tells whether a process in the namespace listens on TCP port `port`."""
+        """Whether a process in the namespace listens on TCP port `port`."""
         lines = [
             line.split()
             for name in ("tcp", "tcp6")
@@ -77,8 +77,8 @@ class Namespace:
         return any(int(line[1].rpartition(":")[2], 16) == port and line[3] == "0A" for line in lines)
 
     def close(self) -> None:
-        """Ends the process that keeps the namespace open. The namespace still exists until all processes in it have
-        ended. Idempotent.
+        """Ends the process that keeps the namespace open. The namespace exists until all other processes in it have
+        ended, too. Idempotent.
         """
         for stream in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
             if stream is not None:
@@ -92,7 +92,7 @@ class Namespace:
 
 @contextmanager
 def network_namespace() -> Iterator[Namespace]:
-    """Yields a namespace, or skips the test."""
+    """Yields a namespace. Skips the test if none can be made."""
     try:
         namespace = Namespace()
     except NoNamespace as error:

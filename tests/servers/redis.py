@@ -90,8 +90,8 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Stops all threads of the server. Its connections stay open, and the kernel accepts new ones, but the server
-        does not answer.
+        """Stops all threads of the server. Its connections stay open, and the kernel accepts new connections, but the
+        server does not answer.
         """
         assert self._process is not None
         stop_all_threads(self._process.pid)
@@ -126,8 +126,8 @@ def redis_server(
 
 
 def program(folder: Path) -> str:
-    """Finds the program of the server. If only Debian's package of Redis tools is installed, makes a link to a tool in
-    `folder`: the tool is the same program, and acts as a server if it is called by that name.
+    """Returns the path of the Redis server program. If only Debian's package of Redis tools is installed, makes a link
+    to a tool in `folder`. The tool is the same program, and acts as a server if it is called by the server's name.
     """
     found = shutil.which("redis-server")
     if found is not None:
@@ -141,8 +141,8 @@ def program(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """Returns a port that is free now. The kernel may give it to a connection before the server binds it; then the
-    server reports an error.
+    """Returns a port that is free during the call. The kernel may give the port to a connection before the server binds
+    it. Then the server reports an error.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

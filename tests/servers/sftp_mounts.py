@@ -1,8 +1,8 @@
 """Mounts one folder several times through OpenSSH's SFTP server: a network file system without a network.
 
-Each mount has its own client and server process, connected by a pipe. The mounts behave as on different machines: sshfs
-caches names and attributes for some time, a mount is not notified when another mount writes, and memory mappings are
-not coherent.
+Each mount has its own client and server process, connected by a pipe. The mounts behave like mounts on different
+machines: sshfs caches names and attributes for some time, a mount is not notified when another mount writes, and memory
+mappings are not coherent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END_DEADLINE_S = 10.0
 
 
 class NoMounts(Exception):
-    """Raised if this user cannot mount with sshfs on this machine. The message has the reason."""
+    """Raised if this user cannot mount with sshfs on this machine. The message gives the reason."""
 
 
 class SftpMount:
@@ -45,7 +45,8 @@ class SftpMount:
         self.path = path
         told = path.with_name(f"{path.name}.server")
         started = path.with_name(f"{path.name}.ssh")
-        # sshfs runs this script instead of ssh, and talks to the server over the script's standard input and output.
+        # sshfs runs this script instead of ssh, and talks to the SFTP server over the script's standard input and
+        # output.
         started.write_text(
             f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {preflight.sftp_server()}\n"
         )
@@ -73,10 +74,11 @@ class SftpMount:
         os.kill(self.server, number)
 
     def close(self) -> None:
-        """Ends the mount. Calls that wait for it fail. Idempotent."""
+        """Ends the mount. Calls that wait for the mount fail. Idempotent."""
         subprocess.run(["umount", "-l", str(self.path)], stderr=subprocess.DEVNULL, timeout=END_DEADLINE_S)
         if self._client.poll() is None:
             self._client.kill()
             self._client.wait(END_DEADLINE_S)
-        with suppress(AttributeError, ProcessLookupError):  # the server has not started, or has ended already
+        # in this case, the server has not started, or has ended already
+        with suppress(AttributeError, ProcessLookupError):
             os.kill(self.server, signal.SIGKILL)

@@ -13,7 +13,7 @@ def stop_all_threads(pid: int) -> None:
     """Stops a child of this process, and waits until none of its threads runs.
 
     On a busy machine, the threads of a process continue until the thread that gets the signal is scheduled. So a server
-    may still answer after the signal was sent, and sending the signal alone is not enough.
+    may still answer after the signal was sent. That is why this function waits.
     """
     os.kill(pid, signal.SIGSTOP)
     ends_s = time.monotonic() + STOPPED_WITHIN_S

@@ -1,4 +1,4 @@
-"""Every benchmark program rejects a number of rounds or runs below one."""
+"""Every benchmark program rejects a number of rounds or runs that is below one."""
 
 from __future__ import annotations
 

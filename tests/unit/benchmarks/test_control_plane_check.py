@@ -1,4 +1,4 @@
-"""`benchmarks.control_plane --check` compares a run with a saved one: which rows count as slower."""
+"""`benchmarks.control_plane --check` compares a run with a saved run. These tests check which rows count as slower."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One call runs all GPU measurements. Its stages' time limits fit into ten minutes, and it does not build a native core
-that was carried to the machine.
+"""A single call runs all GPU measurements. The time limits of its stages add up to less than ten minutes. If a
+native core was carried to the machine, the call does not build another one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def test_every_stage_has_a_share_and_the_whole_fits_ten_minutes() -> None:
     assert set(ALL_SHARES) == set(STAGES)
     assert ALL_LIMIT_S < 600
     now_s, ends_s = 0.0, ALL_LIMIT_S - ENDING_S
-    for number, name in enumerate(STAGES):  # each stage takes all of its time
+    for number, name in enumerate(STAGES):  # the test assumes that each stage takes all of its time
         now_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s)
         assert now_s <= ends_s + 1e-6
     assert now_s == pytest.approx(ends_s)
@@ -93,8 +93,8 @@ def test_a_core_without_cuda_is_built_and_asked_again(
 
 
 def test_one_call_measures_less(tmp_path: Path) -> None:
-    """Within one call that runs all stages, the bench has the same steps and results as alone, and each number that
-    differs is smaller."""
+    """The bench measures less if it runs in one call with all other stages. It has the same steps and results as when
+    it runs alone, but no number of its options is larger."""
     whole, quick = (plan("bench", Visit(tmp_path, quick=quick)).steps for quick in (False, True))
     assert [step.result for step in whole] == [step.result for step in quick]
     beside = next(step for step in quick if step.name == "beside")

@@ -151,7 +151,7 @@ JUDGED = {
     "load by layer of 1 block of 8 layers of 4 KiB, ms": (0.038, GOOD),
     "store of 1 block of 8 layers of 4 KiB, ms": (0.06, MISSED),
     "load by layer of 1,024 blocks of 8 layers of 32 KiB (268 MB), ms": (5.7, GOOD),
-    # At 50 GB/s, the layer's 32 MiB alone take 671 of the 800 us.
+    # At 50 GB/s, the 32 MiB of the layer alone take 671 of the 800 us.
     "first layer of a load, more than its bytes take, us": (800.0 - 32 * 1024 * 1024 / 50e3, MISSED),
     "CPU while the link is full, by kernel, cores": (0.2, GOOD),
     "CPU while the link is full, by copy engine, cores": (1.5, MISSED),
@@ -252,7 +252,7 @@ def test_rows_that_have_run_are_named_no_more() -> None:
 
 
 def gpu_results(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m benchmarks.gpu_results` with these arguments, as a user does."""
+    """Runs `python -m benchmarks.gpu_results` with the given arguments, as a user does."""
     command = [sys.executable, "-m", "benchmarks.gpu_results", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -283,7 +283,8 @@ def program(text: str) -> tuple[str, ...]:
 
 
 def write_rows(out: Path, name: str, then: str = "") -> Step:
-    """A step in place of a part of the bench. It writes the made-up rows to its file, then runs the code `then`."""
+    """Returns a step that replaces a part of the bench. The step writes the made-up rows to its file, then runs the
+    code `then`."""
     path = out / f"bench-{name}.json"
     text = f"import pathlib, time; pathlib.Path({str(path)!r}).write_text({json.dumps(bench())!r}); {then}"
     return Step(name, program(text), 60.0, path.name)
@@ -447,7 +448,8 @@ run_stage(two_steps(out, "time.sleep(600)"), out, MACHINE, {"vLLM": "no wheel"})
 
 
 def two_steps(out: Path, second: str) -> Stage:
-    """A stage with two steps: one counts its runs, and the next one records its process id, then runs `second`."""
+    """Returns a stage with two steps. The first one counts its runs. The second one records its process id, then runs
+    `second`."""
     count = f"open({str(out / 'count')!r}, 'a').write('x')"
     said = (
         f"import os, pathlib, time; pathlib.Path({str(out / 'pid')!r}).write_text(str(os.getpid())); {second}"
@@ -459,7 +461,7 @@ def test_a_run_killed_in_the_middle_is_rendered_and_goes_on(tmp_path: Path) -> N
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     runner = subprocess.Popen(command, cwd=ROOT)
     step = started_step(tmp_path)
-    runner.send_signal(signal.SIGKILL)  # so that it can write nothing else
+    runner.send_signal(signal.SIGKILL)  # after SIGKILL, the runner can write nothing
     runner.wait(30.0)
     wait_for_end(step)
 
@@ -534,7 +536,8 @@ def test_results_of_two_machines_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_real_bench_render(tmp_path: Path) -> None:
-    """Without a GPU, the real bench measures plain memory, and its rows say so."""
+    """The page shows the rows that the real bench measures. Without a GPU, the bench measures plain memory, and its
+    rows say so."""
     if c_ext.cuda_info()["device_count"]:
         pytest.skip("there is a GPU")
     command = (

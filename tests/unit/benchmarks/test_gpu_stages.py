@@ -1,5 +1,5 @@
 """All results in a folder come from one machine and one version of the source, and each step's results come from that
-step. Here the steps are small programs, and the rows are made up.
+step. In these tests the steps are small programs, and the rows are made up.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_results_of_another_machine_or_source_are_never_mixed(tmp_path: Path) ->
     assert read_stage(tmp_path, "bench")["machine"] == here
     assert len(bench_of(tmp_path)["rows"]) == len(bench()["rows"])
 
-    # A different date is not a different machine.
+    # Another date does not count as another machine.
     assert run_stage(both, tmp_path, {**here, "date": "2026-01-02"}) == ["passed", "passed"]
     assert run_stage(stage_of(CRASH), tmp_path, {**here, "GPU": "H200"}, again=True) == ["failed"]
     assert read_stage(tmp_path, "bench")["machine"]["GPU"] == "H200"
@@ -207,7 +207,7 @@ def test_a_driver_that_does_not_answer_is_a_refusal(monkeypatch: pytest.MonkeyPa
 
 
 class Stuck:
-    """Replaces a child process that hangs inside a driver, so that even a kill does not end it."""
+    """Replaces a child process that hangs inside a driver, so that it does not end even after a kill."""
 
     pid, returncode = 1 << 30, None
 

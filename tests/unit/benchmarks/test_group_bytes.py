@@ -13,8 +13,8 @@ BOUND = 0.35
 
 
 def kept(checkpoint_tokens: int | None) -> float:
-    """Returns the stored share of all pages of a prompt. The model has five window groups of 1,024 tokens for each full
-    group."""
+    """Returns which share of all pages of a prompt is stored. The model has five window groups of 1,024 tokens for each
+    full group."""
     geometry, groups = groups_of(MODELS["Gemma 3 12B"])
     assert [group.geometry.rule for group in groups] == [Rule.FULL] + [Rule.WINDOW] * 5
     assert len({group.image_bytes for group in groups}) == 1

@@ -1,4 +1,5 @@
-"""If compute-sanitizer reports a memory error, the run fails. API errors of libcufile do not make it fail."""
+"""The sanitizer run fails if compute-sanitizer reports a memory error. It does not fail because of API errors of
+libcufile."""
 
 from __future__ import annotations
 

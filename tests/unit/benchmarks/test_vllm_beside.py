@@ -1,4 +1,5 @@
-"""The steps of a running request that count as concurrent with a load or a store, and the verdict on them."""
+"""Which steps of a running request count as concurrent with a load or a store, and how the benchmark judges their
+durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that the benchmark of the time to the first token refuses to report."""
+"""How the benchmark of the time to the first token computes its figures, and which hits it refuses to report."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_hit_that_came_from_disk_is_no_figure_of_host_memory() -> None:
 
 
 def test_a_hit_is_compared_with_the_engines_own_in_times_of_a_memcpy() -> None:
-    """The hits of flexkv and of the engine's own connector are compared run by run, because a slow run slows both.
-    Their median ignores an outlier in one of them."""
+    """The benchmark compares the hits of flexkv and of the engine's own connector run by run, because a slow run slows
+    both hits. It reports the median of the differences, which ignores an outlier, in multiples of a memcpy's time."""
     runs = Times(hit=[0.080, 0.180, 0.500], own=[0.070, 0.170, 0.071], memcpy=[0.008, 0.008, 0.008])
     assert added_over_memcpy(runs) == pytest.approx(1.25)
 

@@ -1,5 +1,5 @@
-"""An engine that replaces vLLM in the demo's tests and computes its answers by a rule. A test can make it give a wrong
-token or serve fewer tokens than it found.
+"""An engine that replaces vLLM in the demo's tests, and computes its answers by a simple rule. A test can make it give
+a wrong token, or serve fewer tokens than it found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo judges itself: it exits with 0 only if all answers agree and flexkv served the expected tokens."""
+"""The demo checks its own result: it exits with 0 only if all answers agree and flexkv served the expected tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.demo.scripted_engine import ScriptedEngine
 
 Engine = type[ScriptedEngine]
 WINDOWS = hybrid.HybridRun((1, 2), (1, 2), (1, 2), cached=1376, stored_pages=100)
-"""A good result of the demo's second part. These tests do not run that part, because it needs real engines."""
+"""A good result of the second part of the demo. These tests do not run that part, because it needs real engines."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def turn(phase: str, alone_s: float, with_s: float, served: int, answer: int = 0) -> tuple[Turn, Turn]:
-    """Returns the record of a turn with flexkv, and that of the same turn without it."""
+    """Returns two records: that of a turn with flexkv, and that of the same turn without it."""
     mine = Turn(phase, 0, 0, 64, (answer,), with_s, served)
     return mine, Turn(phase, 0, 0, 64, (0,), alone_s)
 
@@ -59,7 +59,7 @@ def test_the_headline_has_the_least_and_the_median_gain_and_what_a_miss_costs() 
         turn("disk", 1.0, 2.0, 32),
     )
     assert equal.endswith("token for token: 4/4")
-    # The report includes the hit that was slower than computing the prompt.
+    # The report includes the turn whose hit was slower than computing the prompt.
     assert (
         "in the 3 turns in which it served tokens: least 0.5, median 4.0 (medians: warm 7.0, disk 0.5)"
         in gain
@@ -119,7 +119,7 @@ def test_a_good_run_is_told_drawn_and_written(
     assert run() == 0
     said = capsys.readouterr().out
     assert f"token for token: {turn_count()}/{turn_count()}" in said
-    # The output is not a terminal, so the demo prints one line per phase instead of a progress bar.
+    # Since the output is not a terminal, the demo prints one line per phase instead of a progress bar.
     steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
     assert [step for step in steps if step not in said.splitlines()] == []
     assert said.count("both engines: ") == len(PHASES)

@@ -1,4 +1,4 @@
-"""The second part of the demo, with a hybrid model: under which conditions it reports a failure."""
+"""Tests of the second part of the demo, which uses a hybrid model: under which conditions it reports a failure."""
 
 from __future__ import annotations
 

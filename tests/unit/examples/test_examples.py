@@ -1,4 +1,4 @@
-"""Every example runs, prints one line, and is short enough for a screen or two."""
+"""Every program in the folder `examples` runs, prints one line, and fits on a screen or two."""
 
 from __future__ import annotations
 

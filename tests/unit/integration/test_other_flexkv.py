@@ -1,5 +1,5 @@
-"""If an engine tries to import modules of the other package named flexkv, the error names the engine's flags for this
-package.
+"""Another package is named flexkv, too. If an engine tries to import that package's modules, the error names the
+engine's flags for this package.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flexkv.errors import ConfigError
 
 LINKER_FLAG = "--enable-unified-cache-external-linker"
 
-# A copy of the code with which SGLang 0.5.23 imports the other package: these names, in this order. SGLang takes an
-# ImportError to mean that the package is not installed.
+# The code with which SGLang 0.5.23 imports the other package: these names, in this order. If it gets an ImportError,
+# SGLang takes the package for not installed.
 SGLANG_GUARD = """
 try:
     from flexkv.common.request import KVResponseStatus
@@ -57,7 +57,7 @@ def test_what_sglang_prints_at_its_start_names_the_flags() -> None:
 
 
 def test_an_import_error_would_have_been_hidden() -> None:
-    """The control: without flexkv's own error, SGLang would only say that flexkv is not installed."""
+    """A control: without flexkv's own error, SGLang would only report that flexkv is not installed."""
     program = SGLANG_GUARD.replace("flexkv.common.request", "flexkv.no_such_module.request")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: FlexKV is not installed"

@@ -1,5 +1,5 @@
-"""A reference implementation of the digest, written with plain integers from the text of docs/digest.md. Tests compare
-the native digest with it.
+"""A reference implementation of the digest. It follows the text of docs/digest.md and uses plain integers. Tests
+compare the native digest with it.
 """
 
 from __future__ import annotations

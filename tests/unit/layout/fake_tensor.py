@@ -50,8 +50,11 @@ DTYPE_OF_ITEM = {1: "torch.uint8", 2: "torch.bfloat16", 4: "torch.float32"}
 
 
 def fake_tensor(view: NDArray[np.uint8], storage: NDArray[np.uint8], item: int = 2) -> FakeTensor:
-    """Makes a tensor with elements of `item` bytes from `view`, a view of bytes in `storage` whose last axis is
-    contiguous."""
+    """Makes a tensor with elements of `item` bytes.
+
+    Args:
+        view: a view of bytes in `storage`, whose last axis is contiguous.
+    """
     assert view.dtype == np.uint8
     assert np.may_share_memory(view, storage)
     assert view.shape[-1] % item == 0

@@ -1,4 +1,4 @@
-"""Checks a view against an independent description of the same pool."""
+"""Checks flexkv's view of a pool against an independent description of the same pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ WritePage = Callable[[int, Bytes], None]
 def check_view(
     view: c_ext.KvView, pool: Bytes, read_page: ReadPage, write_page: WritePage, seed: int, blocks: int = 3
 ) -> None:
-    """Gathers some blocks into pages, scatters pages into these blocks, and compares every byte of pages and pool.
+    """Gathers some blocks into pages, scatters pages into these blocks, and compares every byte of the pages and the
+    pool.
 
     `read_page(b)` and `write_page(b, page)` compute the expected result. They access `pool` only by NumPy indexing.
     """
@@ -55,7 +56,8 @@ def _check_scatter(
 
 
 def _check_layers(view: c_ext.KvView, block: int, pool: Bytes, random: np.random.Generator) -> None:
-    """Asserts that a gather and a scatter of a random range of layers move exactly the bytes of these layers' runs."""
+    """Asserts that a gather of a random range of layers, and a scatter of the same layers, move exactly the bytes of
+    these layers' runs."""
     lo = int(random.integers(0, view.num_layers))
     hi = int(random.integers(lo + 1, view.num_layers + 1))
     whole, part = np.zeros(view.stripe_bytes, np.uint8), np.full(view.stripe_bytes, 0x5A, np.uint8)

@@ -1,5 +1,5 @@
-"""A block is stored from one engine's pool, converted, and loaded into the pool of another engine. Every number of K
-and V must then be at the right token and head.
+"""A block is stored from one engine's pool, converted, and loaded into another engine's pool. Then each number of K and
+V must be at the right token and head.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def vllm(order: str, heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
 
 
 def vllm_cpu(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
-    """vLLM's pool in the order for its vectorised CPU attention: for each head, first K [elements, tokens], then V
-    [tokens, elements]."""
+    """Returns vLLM's pool in the order for its vectorised CPU attention. For each head it has K [elements, tokens],
+    then V [tokens, elements]."""
     plain = vllm("LBHNC", heads, layers)
     format_id = replace(plain.encoding.format_id, interior=Interior.K_TRANSPOSED)
     half = TOKENS * ROW
@@ -137,7 +137,8 @@ def test_every_pair_of_encodings(source: str, target: str, heads: int, layers: i
 
 @pytest.mark.parametrize("target", ["vllm-LBHNC", "vllm-LBNHC", "vllm-BHLNC", "vllm-cpu", "trtllm"])
 def test_without_conversion_the_numbers_are_elsewhere(target: str) -> None:
-    """The control: the pages have the same size, but without a conversion the numbers are in the wrong places."""
+    """A control: without a conversion, the numbers are in the wrong places, although the pages of the two pools have
+    the same size."""
     one, other = sglang(), POOLS[target]()
     one.raw[:] = np.random.default_rng(5).integers(0, 256, one.raw.size, dtype=np.uint8)
     stripe = np.zeros(one.view.stripe_bytes, np.uint8)
@@ -175,7 +176,8 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
 
 
 def test_encodings_of_runs_and_formats_of_text_are_the_same() -> None:
-    """A page's encoding can be rebuilt from its runs and the text of its format. A slab's header contains both."""
+    """A page's encoding can be rebuilt from the page's runs and from the text of its format. A slab's header contains
+    these two."""
     for pool in (make() for make in POOLS.values()):
         encoding, runs = pool.encoding, pool.view.runs[:, [3, 2, 4]]
         format_id = FormatId.parse(str(encoding.format_id))

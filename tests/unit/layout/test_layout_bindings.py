@@ -1,4 +1,4 @@
-"""If Python passes wrong arrays or buffers to the native layout code, the result is a typed error, never a crash."""
+"""If Python passes wrong arrays or buffers to the native layout code, it raises a typed error and never crashes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_layout_imports_no_engine_and_no_torch() -> None:
 
 def test_other_threads_run_while_a_view_is_proved() -> None:
     rows = np.array([[4096 + 64 * i, 64 << 18, 64, 64 * i, 0] for i in range(0, 1 << 18)], dtype=np.int64)
-    rows[1::2, 0] += 64 << 17  # no two neighbours coalesce
+    rows[1::2, 0] += 64 << 17  # with this shift, no two neighbouring runs can be merged
     rows = rows[: 1 << 17].copy()
     ticks = 0
     ends = threading.Event()
@@ -93,7 +93,7 @@ def test_other_threads_run_while_a_view_is_proved() -> None:
         nonlocal ticks
         while not ends.is_set():
             ticks += 1
-            time.sleep(0)  # releases the interpreter lock for the main thread
+            time.sleep(0)  # gives the main thread a chance to take the interpreter lock
 
     thread = threading.Thread(target=tick)
     thread.start()
@@ -101,8 +101,9 @@ def test_other_threads_run_while_a_view_is_proved() -> None:
     try:
         sys.setswitchinterval(
             1000.0
-        )  # so the other thread runs only while this one has released the interpreter lock
-        for _ in range(20):  # on a busy machine the other thread may not get a core for a while
+        )  # so the other thread runs only while this thread has released the interpreter lock
+        # repeated, because the other thread may not get a core for a while on a busy machine
+        for _ in range(20):
             before = ticks
             view = c_ext.KvView(rows, 4, 64 << 17)
             during = ticks - before

@@ -1,4 +1,4 @@
-"""The native digest equals that of the reference implementation, which was written from docs/digest.md."""
+"""The native digest equals the digest of the reference implementation, which follows docs/digest.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's pools: K and V are halves of one allocation, or one buffer for MLA. flexkv never touches page 0."""
+"""SGLang's pools: K and V are halves of one allocation, or there is one buffer for MLA. flexkv never touches page 0."""
 
 from __future__ import annotations
 

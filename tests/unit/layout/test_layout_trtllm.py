@@ -1,5 +1,5 @@
-"""TensorRT-LLM's pools: a block-first pool is a single segment, a pool may consist of regions of slots, and the error
-for an unsupported pool gives the reason.
+"""TensorRT-LLM's pools: a block-first pool is a single segment, and a pool may consist of regions of slots. If flexkv
+does not support a pool, the error gives the reason.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""vLLM's pools: in every order of axes, each run is copied to the right bytes of the page and back. The error for a
-wrong geometry says what is wrong.
+"""vLLM's pools: for every order of the axes, each run is copied to the right bytes of the page and back. The error for
+a wrong geometry says what is wrong.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Makes pools in NumPy memory that have vLLM's layout, with any geometry, and gives their placements and tensors. Tests
-get the expected bytes of a page from such a pool by plain indexing.
+"""Makes pools in NumPy memory that have vLLM's layout, with any geometry. Returns their placements and tensors. Tests
+compute the expected bytes of a page from such a pool by plain indexing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shape:
-    """Some layers of the same shape. `content` is the size of one token's row in one head, in bytes."""
+    """A number of layers of the same shape. `content` is the size of one token's row in one head, in bytes."""
 
     layers: int
     heads: int

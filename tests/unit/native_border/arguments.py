@@ -1,7 +1,7 @@
 """Valid arguments for every call of the native core.
 
-Each argument comes from the first of these sources that has it: `ARGUMENTS`, by the call's name; the shared object of
-the class in the stub's annotation; `BY_NAME`, by the parameter's name; and `USUAL`, by the annotation.
+The value of an argument comes from the first of these sources that has one: `ARGUMENTS`, by the call's name; the shared
+object of the class in the stub's annotation; `BY_NAME`, by the parameter's name; and `USUAL`, by the annotation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 TAG_BYTES = 40
 
 NEED_A_GPU = ("HostPool.pin", "TransferEngine.record", "cuda_identity")
-"""Calls that need a GPU, so that the core refuses them here, whatever their arguments."""
+"""Calls that need a GPU. Without a GPU, the core refuses them whatever their arguments are."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
 """Constructors of classes whose objects are made only by methods of other classes."""
@@ -195,7 +195,7 @@ OPTIONAL = {
 
 
 def valid_arguments(target: Target, world: World) -> dict[str, Any]:
-    """The arguments that a caller would give. Parameters in `OPTIONAL` are left out."""
+    """Returns the arguments that a caller would give. Leaves out parameters in `OPTIONAL`."""
     if target.name in ARGUMENTS:
         return dict(ARGUMENTS[target.name](world))
     return {p.name: valid_argument(p, world, target) for p in target.parameters if not _optional(target, p)}

@@ -26,7 +26,8 @@ from tests.unit.native_border.world import TICKET_S, World
 MOST_CALLS = 6
 JOIN_S = 60.0
 AT_ONCE = 0.2
-"""Share of the calls that run at the same time as another call: the same call, or a valid call of the same class."""
+"""Share of the calls that run at the same time as another call in a second thread: the same call, or a valid call of
+the same class."""
 TURNS = 3
 """Number of times that each of two concurrent calls is repeated, because a single pair of calls seldom overlaps."""
 
@@ -38,9 +39,9 @@ RAW_ADDRESSES = {
     ("GDSManager.__init__", "engine_stream"): "a cudaStream_t",
     ("rotate_rows", "stream"): "a cudaStream_t",
 }
-"""Arguments that the core must trust, because it cannot check that the memory exists. These arguments get null,
-misaligned or negative values, values of a wrong type, and valid values. A `KvView` is trusted too: views of hostile
-runs are dropped and never read through.
+"""Arguments that the core must trust, because it cannot check that the memory exists. They get only null, misaligned or
+negative values, values of a wrong type, and valid values. The core also trusts a `KvView`, so the fuzzer drops views
+with hostile runs, and never lets the core read through them.
 """
 
 TIMED_SIZES = {
@@ -48,8 +49,8 @@ TIMED_SIZES = {
     ("time_transform", "layers"): "the same",
     ("time_transform", "repeats"): "the same",
 }
-"""Sizes to which a call's time is proportional, and why. Under a sanitizer two concurrent calls with a size of 65,535
-take a minute.
+"""Sizes to which the duration of a call is proportional, and the reason. Under a sanitizer, two concurrent calls with a
+size of 65,535 take a minute.
 """
 MOST_TIMED = 1024
 REFUSED_SIZE = 2**31 - 1
@@ -58,7 +59,7 @@ EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
 
 
 class Wrong(Exception):
-    """Raised if a call ended in a way that is not allowed. The message says how."""
+    """Raised if a call ended in a way that is not allowed. The message describes how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class Fuzzer:
         return [Call(target, rng.getrandbits(32)) for target in chosen]
 
     def run(self, case: int, only: Sequence[int] | None = None) -> None:
-        """Runs a case on new objects. `only`: numbers of the calls to make; None makes all.
+        """Runs a case on new objects.
+
+        Args:
+            only: numbers of the calls to make; None makes all.
 
         Raises:
             Wrong: a call ended in a way that is not allowed.
@@ -147,13 +151,14 @@ class Fuzzer:
     def _beside(
         self, target: Target, function: Callable[..., object], given: int, world: World, rng: random.Random
     ) -> tuple[Callable[[], None] | None, str]:
-        """Returns the call that another thread makes at the same time, or None, and how the log names it."""
+        """Returns two values: the call that another thread makes at the same time, or None; and the text with which the
+        log describes that call."""
         roll = rng.random()
         if roll > self.at_once:
             return None, ""
         if roll > self.at_once / 2 or target.owner in NOT_MADE:
-            # Both calls get the same objects but not the same buffers. If two calls write into one buffer, the race is
-            # their caller's fault.
+            # The two calls get the same objects but not the same buffers. If two calls write into one buffer, the race
+            # is their caller's fault.
             positional, named = self._arguments(target, world, random.Random(given))
             return partial(self._make, target, function, positional, named), " twice at once"
         other = rng.choice([t for t in self.targets if t.owner == target.owner])
@@ -204,8 +209,8 @@ class Fuzzer:
     # --- functions to call, and objects to call them on -------------------------------------------------------------
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
-        """The function to call. A method is bound to a valid object, or, if `rng` is given, sometimes to an invalid
-        one.
+        """Returns the function to call. A method is bound to a valid object or, if `rng` is given, sometimes to an
+        invalid one.
         """
         if not target.owner:
             return getattr(self.module, target.member)  # type: ignore[no-any-return]
@@ -230,8 +235,8 @@ class Fuzzer:
         return self._no_object(name, rng)
 
     def _no_object(self, name: str, rng: random.Random) -> object:
-        """An object to pass instead of an instance of the class: None, an instance that was never initialised, or
-        something else.
+        """Returns an object to pass instead of an instance of the class: None, an instance that was never initialised,
+        or an arbitrary other object.
         """
         cls = self.classes.get(name, object)
         heir = self._heir(cls)
@@ -265,7 +270,8 @@ class Fuzzer:
             named[parameter.name] = bad
         deadline = named.get("deadline_s")
         if "gated" in world.kept and isinstance(deadline, int | float) and deadline > TICKET_S:
-            # A wait for a gated graph whose layers nobody opens lasts until its deadline.
+            # A wait for a gated graph lasts until its deadline, because nobody opens the graph's layers. So the
+            # deadline is short.
             named["deadline_s"] = TICKET_S
         positional: list[object] = []
         if rng.random() < 0.05:
@@ -285,7 +291,7 @@ class Fuzzer:
         return self._hostile_like(valid, parameter, rng)
 
     def _hostile_like(self, valid: Any, parameter: Parameter, rng: random.Random) -> object:
-        """A hostile value of the same kind as `valid`."""
+        """Returns a hostile value of the same kind as `valid`."""
         name = type(valid).__name__
         if name in self.classes:
             return self._no_object(rng.choice((name, name, *self.classes)), rng)
@@ -310,7 +316,7 @@ class Fuzzer:
 
 
 def blank(cls: Any) -> object:
-    """An object whose `__init__` has not run."""
+    """Returns an object of the class whose `__init__` has not run."""
     return cls.__new__(cls)
 
 
@@ -319,7 +325,7 @@ def named_in(table: dict[tuple[str, str], str], target: Target, parameter: Param
 
 
 def _bad_address(valid: Any, rng: random.Random) -> object:
-    """A value that the core must refuse before it uses an address, or the valid value."""
+    """Returns either the valid value, or a value that the core must refuse before it uses an address."""
     if type(valid).__module__ == "numpy":
         wrong = valid.astype("f8")
         return rng.choice(
@@ -338,7 +344,7 @@ def describe(target: Target, positional: Sequence[object], named: dict[str, obje
 
 def _shown(value: object) -> str:
     """Returns the text with which the log shows a value: its beginning, or its type and shape. For other objects the
-    text is only the type, because hostile ones may raise in `__repr__`.
+    text is only the type, because hostile objects may raise in `__repr__`.
     """
     kind = type(value).__name__
     if kind in ("int", "float", "str", "bytes", "bool", "NoneType"):

@@ -19,7 +19,7 @@ from tests.unit.native_border.cases import AT_ONCE, MOST_CALLS
 
 CHILD_S = 600.0
 CASE_S = 90.0
-"""A case that takes longer than this counts as hung."""
+"""Seconds after which a case counts as hung."""
 
 SHOWN_CHARACTERS = 4000
 
@@ -38,8 +38,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child process ended. `why`: what is wrong with its end; empty if nothing is. `last`: the last line of its
-    log, which shows its last call.
+    """The end of a child process.
+
+    Attributes:
+        why: what is wrong with the end; empty if nothing is wrong.
+        last: the last line of the child's log, which shows the child's last call.
     """
 
     why: str
@@ -144,8 +147,9 @@ def _last_line(log: Path) -> str:
 
 
 def _report(run: Run, first: int, ended: Ended) -> str:
-    """Runs the failed case again with fewer calls, and reports the smallest set of calls found that still fails. If the
-    case does not fail when it runs alone, reports with which earlier case the child must begin for it to fail.
+    """Runs the failed case again with fewer calls, and reports the smallest set of calls found with which it still
+    fails. If the case does not fail when it runs alone, reports the latest case with which the child must begin so that
+    the failed case fails.
     """
     text = [f"a child {ended.why}", f"at {ended.last}"]
     if ended.last.startswith("case "):
@@ -157,7 +161,7 @@ def _report(run: Run, first: int, ended: Ended) -> str:
             )
         else:
             text.append(f"it takes cases {_latest_start(run, first, ended.case)} to {ended.case}")
-    said = ended.output  # a sanitizer reports the fault first, Python last
+    said = ended.output  # a sanitizer reports a fault before Python does
     return "\n".join([*text, said[:SHOWN_CHARACTERS], said[SHOWN_CHARACTERS:][-SHOWN_CHARACTERS:]])
 
 
@@ -183,7 +187,7 @@ def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
 
 
 def _latest_start(run: Run, first: int, case: int) -> int:
-    """Returns the case with the highest number from which a child can start so that `case` still fails."""
+    """Returns the highest number of a case from which a child can start so that `case` still fails."""
     low, high = first, case
     while low < high:
         middle = (low + high + 1) // 2

@@ -3,8 +3,8 @@
 `python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
 Before each call this process writes it to LOG, so that the parent knows the last call if this process dies. Exit code
-0: all calls ended as allowed. 3: a call did not, and the last line of the output says how. 1: a case took longer than
-CASE_S. If SEED is `valid`, each call is made once with valid arguments.
+0: all calls ended as allowed. 3: a call ended in a way that is not allowed, and the last line of the output describes
+it. 1: a case took longer than CASE_S. If SEED is `valid`, each call is made once with valid arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ because AddressSanitizer maps terabytes.
 """
 
 SWITCH_S = 1e-5
-"""Python's switch interval. It is short, so that concurrent calls overlap in the core."""
+"""Python's switch interval, in seconds. It is short, so that concurrent calls overlap in the core."""
 
 FILE_BYTES = 64 << 20
 GC_CASES = 50
@@ -48,7 +48,7 @@ def main() -> None:
     faulthandler.enable()
     module = importlib.import_module(name)
     told = open(log, "w", buffering=1, encoding="ascii", errors="backslashreplace")  # noqa: SIM115
-    os.chdir(folder)  # so that files with hostile relative paths are made in this folder
+    os.chdir(folder)  # so that files with hostile relative paths are made in `folder`
 
     def say(line: str) -> None:
         told.write(line + "\n")

@@ -36,7 +36,7 @@ class Raising:
 
 
 class Index:
-    """An integer that runs `then` when its value is read."""
+    """An integer that calls `then` when its value is read."""
 
     def __init__(self, value: int, then: Callable[[], object] = int) -> None:
         self.value, self.then = value, then
@@ -47,8 +47,9 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """A sequence that makes its items on demand. Successive calls of `len` return `lengths` one after another, and the
-    last one from then on. These lengths may be wrong. If no `lengths` are given, `len` returns the true length.
+    """A sequence that makes its items on demand. If `lengths` are given, successive calls of `len` return them one
+    after another, and further calls return the last one. These lengths may be wrong. If no `lengths` are given, `len`
+    returns the true length.
     """
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:
@@ -64,8 +65,8 @@ class OnDemand(Sequence[Any]):
 
 
 def _copy(item: object) -> object:
-    """A new object with the same value, to which there is no other reference, so that it is freed if the core does not
-    keep it.
+    """Returns a new object with the same value. Nothing else refers to it, so it is freed if the core does not keep
+    it.
     """
     if isinstance(item, int) and not isinstance(item, bool):
         return int(str(item)) if item < 10**9 else item
@@ -73,7 +74,8 @@ def _copy(item: object) -> object:
 
 
 class Tensor:
-    """An object like a tensor in host memory that makes impossible claims."""
+    """An object like a tensor in host memory. Its attributes and methods return the values in `claims`, which may be
+    impossible."""
 
     dtype, device = "int64", "cpu"
 
@@ -119,7 +121,7 @@ def text(rng: random.Random) -> object:
 
 
 def numbers(rng: random.Random, dtype: str = "") -> object:
-    """An array that is invalid, or valid but unusual."""
+    """Returns an array that is either invalid, or valid but unusual."""
     kind = dtype if dtype and rng.random() < 0.5 else rng.choice(DTYPES)
     shape = rng.choice(((0,), (1,), (4,), (4, 16), (0, 16), (3, 5), (2, 3), (), (2, 2, 2), (1, 0), (4, 5)))
     try:
@@ -176,7 +178,7 @@ def buffer(rng: random.Random) -> object:
 
 
 def sequence(rng: random.Random, items: Sequence[object]) -> object:
-    """A sequence of `items`, some of which may be replaced, or a sequence that lies about them."""
+    """Returns a sequence of `items`. Some items may be replaced, or the sequence may report wrong lengths or items."""
     given = list(items) * rng.choice((1, 1, 2))
     if given and rng.random() < 0.6:
         given[rng.randrange(len(given))] = anything(rng)

@@ -18,13 +18,13 @@ def entries_of(world: World) -> object:
 
 
 def _pending(world: World) -> dict[str, object]:
-    """Arguments with entries of an insert that has not been finished."""
+    """Returns arguments with entries of an insert that has not been finished."""
     entries = world.get("BlockIndex").insert(0, random_keys(seed=next(world.numbers)), 4)[1]
     return {"entries": entries, "ok": np.ones(len(entries), np.uint8)}
 
 
 def _ready(world: World) -> dict[str, object]:
-    """Arguments with ready entries, which may be leased."""
+    """Returns arguments with ready entries, which may be leased."""
     index = world.get("BlockIndex")
     index.finish(**_pending(world))
     found = index.take_coldest(0, 4)

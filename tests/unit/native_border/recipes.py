@@ -32,7 +32,8 @@ NOT_MADE = {
     "StreamPoint": "needs a GPU",
     "PageMover": "abstract: movers are made as their own classes",
 }
-"""Classes whose objects cannot be made here, and why. Their methods are called only on hostile objects."""
+"""Classes whose objects cannot be made in these tests, and the reason. The fuzzer calls their methods only on hostile
+objects."""
 
 
 def random_keys(count: int = 4, seed: int = 0) -> np.ndarray:
@@ -92,8 +93,8 @@ def _lookup(world: World) -> c_ext.TierLookup:
 
 
 def lookup_of_three(world: World) -> dict[str, object]:
-    """Arguments of a lookup of three pages per group: one that is ready in host memory, one that is being filled there,
-    and one that is ready in the tier behind host memory.
+    """Returns the arguments of a lookup of three pages per group: one that is ready in host memory, one that a transfer
+    is reading into host memory, and one that is ready in the tier behind host memory.
     """
     world.get("TierLookup")
     host, behind = world.get("BlockIndex"), world.kept["behind"]
@@ -110,7 +111,7 @@ def lookup_of_three(world: World) -> dict[str, object]:
 
 
 def lengths_of_three(world: World) -> dict[str, object]:
-    """Arguments of a lookup of two lengths, with the pages of `lookup_of_three`."""
+    """Returns the arguments of a lookup of two lengths, with the pages of `lookup_of_three`."""
     arguments = lookup_of_three(world)
     start = arguments.pop("start_block")
     return {**arguments, "start_tokens": start, "most": 2}
@@ -140,7 +141,7 @@ def _manager(world: World) -> c_ext.GDSManager:
 
 
 def head_to_token_major() -> tuple[Any, ...]:
-    """Arguments of a page conversion of two tokens and two heads from head-major to token-major order."""
+    """Returns the arguments of a page conversion of two tokens and two heads from head-major to token-major order."""
     source, target = ((8, 2, 4, 1), (8, 2, 4, 1), 8), ((8, 4, 2, 1), (8, 4, 2, 1), 8)
     return (1, 2, 2, 2), 1, source, target
 

@@ -1,5 +1,5 @@
-"""A module that the fuzzer tests instead of the core. It has faults that the fuzzer must find; the environment variable
-FAULT chooses one.
+"""A module that the fuzzer tests instead of the core. It has faults that the fuzzer must find. The environment variable
+FAULT chooses one of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ MOST_CALLS = 20
 
 
 class Counter:
-    """Counts the calls of all cases in this process, for a fault that takes several cases."""
+    """Counts the calls of all cases in this process, for a fault that appears only after several cases."""
 
     calls = 0
 
 
 def reads_an_address(where: int, times: int) -> int:
-    """Returns 0 for all arguments. If FAULT says so, it crashes, raises or hangs when `where` is None, races with other
-    threads, or aborts at call number MOST_CALLS.
+    """Returns 0 for all arguments. Depending on FAULT, it crashes, raises or hangs when `where` is None, races with
+    other threads, or aborts at call number MOST_CALLS.
     """
     Counter.calls += 1
     if where is None and FAULT == "null":

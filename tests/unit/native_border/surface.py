@@ -22,7 +22,11 @@ SPECIAL = ("__len__", "__repr__", "__eq__")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a target. `annotation`: its type in the stub; empty if the stub has none."""
+    """A parameter of a target.
+
+    Attributes:
+        annotation: the parameter's type in the stub; empty if the stub has none.
+    """
 
     name: str
     annotation: str = ""
@@ -31,8 +35,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function, constructor, method or property. `owner`: its class; empty for a function. `member`: its name in the
-    class or module.
+    """A function, constructor, method or property.
+
+    Attributes:
+        owner: its class; empty for a function.
+        member: its name in the class or module.
     """
 
     kind: Kind
@@ -81,7 +88,7 @@ def _members(owner: str, cls: type, stub: dict[str, ast.FunctionDef]) -> Iterato
 
 
 def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter, ...]:
-    """The parameters of a native function: their names in the core, and their annotations in the stub."""
+    """Returns the parameters of a native function, with their names in the core and their annotations in the stub."""
     args = stub.args if stub else None
     known = [*args.posonlyargs, *args.args, *args.kwonlyargs] if args else []
     by_name = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in known}
@@ -91,8 +98,8 @@ def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter
 
 
 def _names(native: object) -> tuple[str, ...]:
-    """The names of a native function's parameters, from the first line that pybind11 writes into its docstring, or from
-    its signature.
+    """Returns the names of a native function's parameters. They come from the first line that pybind11 writes into its
+    docstring, or from its signature.
     """
     first = (getattr(native, "__doc__", "") or "").partition("\n")[0]
     match = re.match(r"^\w+\((.*)\) -> ", first)
@@ -107,7 +114,8 @@ def _names(native: object) -> tuple[str, ...]:
 
 
 def _stub_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
-    """The functions in a module's stub by name, and methods by `Class.name`; empty if the module has no stub."""
+    """Returns the functions in a module's stub by name, and its methods by `Class.name`. Returns nothing if the module
+    has no stub."""
     path = Path(inspect.getfile(module)).with_name(f"{module.__name__.rpartition('.')[2]}.pyi")
     if not path.exists():
         return {}

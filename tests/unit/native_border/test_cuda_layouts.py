@@ -1,4 +1,4 @@
-"""The structures and numbers that the native core passes to NVIDIA's libraries are compared with NVIDIA's own Python
+"""The structures and numbers that the native core passes to NVIDIA's libraries equal those in NVIDIA's own Python
 bindings.
 """
 
@@ -27,12 +27,12 @@ BATCH: dict[str, tuple[str, Any]] = {
 
 
 def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], layout: Layout) -> list[str]:
-    """The fields of flexkv's structure whose offset or width differs from NVIDIA's."""
+    """Returns the fields of flexkv's structure whose offset or width differs from NVIDIA's."""
     _, total = layout[""]
     wrong = []
     for ours, (theirs, value) in fields.items():
         given = make()
-        if isinstance(value, tuple):  # a memory location: its kind and its number
+        if isinstance(value, tuple):  # a memory location is a tuple: its kind and its number
             place = getattr(given, theirs)
             place.type, place.id = driver.CUmemLocationType(value[0]), value[1]
             expected = value[0].to_bytes(4, "little") + value[1].to_bytes(4, "little")
@@ -69,7 +69,7 @@ def test_the_description_of_a_file_lies_as_theirs() -> None:
 
 
 def numbers_of_theirs() -> dict[str, int]:
-    """All numbers in NVIDIA's bindings of the driver, by name: constants, and members of enumerations."""
+    """Returns all numbers in NVIDIA's bindings of the driver, by name: constants, and members of enumerations."""
     found: dict[str, int] = {}
     for name in dir(driver):
         value = getattr(driver, name)

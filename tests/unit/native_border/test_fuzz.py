@@ -18,12 +18,12 @@ from tests.unit.native_border.surface import classes, targets
 
 CHILDREN = 3
 CASES = 1000 if not c_ext.build_info()["sanitizer"] else 450
-"""Cases per child process. Each case begins with the next target in turn, and makes up to five more calls."""
+"""Cases per child process. Each case begins with the next target in the list, and makes up to five more calls."""
 
 STAND_IN = "tests.unit.native_border.stand_in"
 LEAST_RETURNED = 0.2
-"""The least share of calls that must return without an error. Hostile values get deep into the core only if the other
-arguments are valid.
+"""Smallest allowed share of calls that return without an error. If fewer return, the other arguments are often invalid,
+and hostile values do not get deep into the core.
 """
 
 
@@ -54,7 +54,7 @@ def test_no_hostile_call_crashes_the_core(soak_round: int) -> None:
     assert counts.returned.total() > LEAST_RETURNED * called.total()
 
 
-# Describes the end of a child that reads address 0. Under AddressSanitizer, the sanitizer ends the child.
+# How a child ends that reads address 0. Under AddressSanitizer, the sanitizer ends the child.
 SEGFAULT = "ended with code 1" if c_ext.build_info()["sanitizer"] else "died by SIGSEGV"
 
 

@@ -18,10 +18,11 @@ from tests.unit.native_border.surface import targets
 
 CASES = 300
 MOST_MISSED = 2
-"""The most targets that may remain without a call, because a concurrent call has closed the objects that they need."""
+"""The largest allowed number of targets without a completed call. A concurrent call may have closed the objects that a
+target needs."""
 
 FIRST_SEED = 1000
-"""The first seed. It differs from all seeds of test_fuzz.py."""
+"""The first seed of these tests. It is beyond all seeds of test_fuzz.py."""
 
 RACING = """
 static long counter = 0;

@@ -1,5 +1,5 @@
-"""Wrong objects are refused: None, objects of a different class, objects that were never initialised, or objects that a
-call has already taken.
+"""The core refuses wrong objects: None, objects of a different class, objects that were never initialised, and objects
+that an earlier call has consumed.
 """
 
 from __future__ import annotations

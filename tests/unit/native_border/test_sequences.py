@@ -1,4 +1,4 @@
-"""Sequences that make their items on demand, change during a call, or lie about their length do not crash the core."""
+"""Sequences that make their items on demand, change during a call, or report a wrong length do not crash the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impossible sizes are refused before anything is allocated for them. The error names the size and its value."""
+"""The core refuses impossible sizes before it allocates memory for them. The error names the size and its value."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_slab_offsets_end_with_the_slab(tmp_path: Path) -> None:
 
 
 class Tensor:
-    """An object like a tensor in host memory whose attributes are `claims`."""
+    """An object like a tensor in host memory. Its attributes are those of `array`, except for the ones in `claims`."""
 
     def __init__(self, array: np.ndarray, **claims: object) -> None:
         self.array, self.claims = array, claims

@@ -1,5 +1,5 @@
-"""Text of any kind is accepted. If the message of an error contains bytes that are not UTF-8, the error does not become
-a UnicodeError.
+"""The core accepts text of any kind. Even if the message of an error contains bytes that are not UTF-8, the error keeps
+its type and does not become a UnicodeError.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.unit.native_border.crash import run
 
 
 class Odd(str):
-    """A string whose repr cannot be encoded."""
+    """A string whose `repr` cannot be encoded."""
 
     def __repr__(self) -> str:
         return "\ud800" * 500

@@ -12,14 +12,15 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferOp
 from tests.unit.native_border.recipes import BLOCKS, RECIPES, RUN, RUNS, WAIT_S
 
 TICKET_S = 0.2
-"""Seconds to wait for a graph to end. A graph does not end if an earlier graph waits for layers that nobody opens."""
+"""Seconds to wait for a graph to end. The wait must be short, because a graph never ends if an earlier graph waits for
+layers that nobody opens."""
 
 NO_TICKET = 2**40
-"""A ticket that no graph has. It is used if the engine's queue is full, so that `submit` returns None."""
+"""A ticket that no graph has. Calls use it if the engine's queue is full, so that `submit` returns None."""
 
 
 class World:
-    """The objects of one case. Each is made at its first use, and then shared by the case's calls."""
+    """The objects of one case. Each object is made at its first use, and the case's calls share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +29,7 @@ class World:
         self.memory = np.zeros((2 * RUNS, BLOCKS, RUN), np.uint8)
 
     def get(self, name: str) -> Any:
-        """The object of the class `name` that this case's calls share."""
+        """Returns the object of the class `name` that this case's calls share."""
         if name not in self.kept:
             self.kept[name] = self.fresh(name)
         return self.kept[name]
@@ -41,12 +42,13 @@ class World:
 
     @property
     def pointers(self) -> np.ndarray:
-        """The addresses of the two layers of a pool. Each layer has K and V of each block together."""
+        """Returns the addresses of the two layers of a pool. Each layer has K and V of each block together."""
         pair = RUNS * BLOCKS * RUN
         return np.array([self.memory.ctypes.data, self.memory.ctypes.data + pair], np.int64)
 
     def ticket(self) -> int:
-        """The ticket of a graph that has ended, unless an earlier graph still waits for its layers to be opened."""
+        """Returns the ticket of a graph that has ended, unless an earlier graph still waits for its layers to be
+        opened."""
         engine = self.get("TransferEngine")
         if "ticket" not in self.kept:
             self.kept["ticket"] = engine.submit([self.op()], []) or NO_TICKET

@@ -1,4 +1,4 @@
-"""Counters are summed over ranks and intervals, and refuse names that are not in the table of metrics."""
+"""Counters are summed over ranks and intervals. They refuse names that are not in the table of metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every failed op is logged with one line. If many ops fail at once, a few lines and their number are logged."""
+"""Every failed op is logged with one line. If many ops fail at once, the log has a few of these lines, and the number
+of the others."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ print(first, logging.getLevelName(logging.getLogger("flexkv").level))
 def test_a_level_of_the_programs_own_stays_unless_another_is_given(
     program: str, given: bool, levels: str
 ) -> None:
-    """The last case is the control: if the program has set no level, each engine in the process sets the logger's
-    level."""
+    """If the program has set a log level for flexkv, engines keep it unless their setting gives another level. The last
+    case is the control: if the program has set none, each engine in the process sets the logger's level."""
     argv = [sys.executable, "-c", LEVELS, program, "given" if given else "default"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == levels

@@ -41,7 +41,8 @@ def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
 
 
 def test_the_package_starts_no_other_threads() -> None:
-    """Threads of the benchmarks are an exception, because they end with the benchmark."""
+    """All threads of the package have names. Threads of the benchmarks are an exception, because they end with the
+    benchmark."""
     unnamed = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "flexkv").rglob("*.py")

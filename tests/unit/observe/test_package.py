@@ -1,4 +1,5 @@
-"""flexkv finds another package named flexkv wherever it is installed, and warns with the versions and paths of both."""
+"""flexkv finds other packages named flexkv wherever they are installed, and logs a warning with the versions and paths
+of the two packages."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ HERE = Path(flexkv.__file__).resolve().parent
 
 def install(site: Path, name: str, version: str, editable: Path | None = None) -> None:
     """Writes the files that pip installs for distribution `name`, which has a package `flexkv`, into `site`. If
-    `editable` is given, it is an editable install of that folder."""
+    `editable` is given, the files are those of an editable install of that folder."""
     about = site / f"{name.replace('-', '_')}-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -32,7 +33,7 @@ def install(site: Path, name: str, version: str, editable: Path | None = None) -
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two folders that replace Python's search path, so that package metadata is found only in them."""
+    """Two folders that replace Python's search path, so that Python finds package metadata only in them."""
     found = [tmp_path / "first", tmp_path / "second"]
     monkeypatch.setattr("sys.path", [str(site) for site in found])
     return found
@@ -70,14 +71,15 @@ def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> Non
 
 
 def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
-    """The other distribution's metadata refers to this package's folder, as if one had been installed over the
-    other."""
+    """flexkv finds another distribution whose metadata refers to this package's own folder, as after an installation of
+    one package over the other."""
     install(sites[0], "flexkv", "9.9", editable=HERE.parent)
     assert other_packages() == [OtherPackage("flexkv", "9.9", HERE)]
 
 
 def test_the_same_package_installed_twice_is_no_warning(sites: list[Path]) -> None:
-    """This happens after `pip install .` if the engine is started in the source folder."""
+    """flexkv does not warn if the same version of it is installed twice. This happens after `pip install .` if the
+    engine is started in the source folder."""
     install(sites[0], "flexkv", flexkv.__version__)
     lines = list(name_this_package())
     assert [is_warning for is_warning, _ in lines] == [False, False]

@@ -1,5 +1,5 @@
-"""All reasons for which a page is lost are in one list. Some code counts each of them, and the docs explain it to the
-operator.
+"""All reasons for which a page is lost are in one list. Each of them is counted by some code, and explained to the
+operator in the docs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def named_in(module: ast.Module) -> set[str]:
 
 def counted_by_name(module: ast.Module) -> set[str]:
     """Returns the metrics of lost pages whose names a module passes to a function as text. Code should use `PageLoss`
-    instead."""
+    instead of such names."""
     metrics = {loss.metric for loss in PageLoss}
     return {
         node.args[0].value
@@ -69,7 +69,7 @@ def test_a_reason_has_a_series_and_a_row_in_the_documentation(loss: PageLoss) ->
     others = {
         name: values[0]
         for name, values in METRICS[loss.metric].labels
-        if name != "reason"  # other labels, such as the direction
+        if name != "reason"  # the labels other than the reason, such as the direction
     }
     counters = Counters()
     loss.count(counters, 3, **others)

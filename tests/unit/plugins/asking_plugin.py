@@ -1,4 +1,4 @@
-"""Plugins for tests with real engines. They write what they found into files in their folder."""
+"""Plugins for tests with real engines. They write their results into files in their folder."""
 
 ASKS = """\
 import json
@@ -21,8 +21,8 @@ with connect(deadline_s=120) as unit:
     Path("new").rename("asked.json")
     time.sleep(1000)
 """
-"""The source of a plugin. It waits until all pages of the prompt in `prompt.json` are cached, pins and unpins them, and
-writes the unit's answers to `asked.json`."""
+"""The source of a plugin. It waits until all pages of the prompt in `prompt.json` are cached. Then it pins and unpins
+them, and writes the unit's answers to `asked.json`."""
 
 TELLS = """\
 import json

@@ -1,5 +1,5 @@
-"""Helpers for tests of plugins: they write plugins into folders, and find processes and resources that plugins
-leave."""
+"""Helpers for tests of plugins. They write plugins into folders, and find processes and resources that plugins leave
+behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexkv.plugins.base import Times
 
 DEADLINE_S = 60.0
 QUICK = Times(first_restart_s=0.05, longest_restart_s=60.0, grace_s=0.3, kill_s=20.0)
-"""Times for plugins in tests. A plugin that hangs is killed soon, but the kernel gets a long time to carry out the
+"""Time limits for plugins in tests. A plugin that hangs is killed soon. The kernel gets a long time to carry out the
 kill."""
 
 SLEEPS = "#!/bin/sh\nexec sleep 1000\n"
@@ -24,11 +24,11 @@ FLOODS = "#!/bin/sh\nexec yes flood\n"
 EXITS = "#!/bin/sh\necho here\nexit 3\n"
 ENDS = "#!/bin/sh\necho done\n"
 LEAVES = "#!/bin/sh\nsetsid sleep 1000 &\nsleep 1000 &\necho left\nexec sleep 1000\n"
-"""A plugin that starts two processes: one in a new session, and one in the plugin's session."""
+"""The source of a plugin that starts two processes: one in a new session, and one in the plugin's session."""
 
 
 def plugin(folder: Path, name: str, text: str = SLEEPS, mode: int = 0o755) -> Path:
-    """Writes a plugin into the folder, with this mode whatever the umask is. Returns the plugin's path."""
+    """Writes a plugin into the folder, with permissions `mode` whatever the umask is. Returns the plugin's path."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     path = folder / name
@@ -45,15 +45,15 @@ def wait_for(condition: Callable[[], object], what: str, within_s: float = DEADL
 
 
 def processes_of(folder: Path) -> set[int]:
-    """Returns the ids of the processes that run in a folder, or have it in their command line: its plugins, the
-    processes that these have started, and their keepers."""
+    """Returns the ids of the processes that run in a folder, or that have the folder in their command line: its
+    plugins, the processes that these plugins have started, and the plugins' keepers."""
     found = set()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal():
             try:
                 here = (process / "cwd").readlink() == folder
                 named = os.fsencode(folder) in (process / "cmdline").read_bytes()
-            except OSError:  # the process has ended meanwhile
+            except OSError:  # the process has ended during this search
                 continue
             if (here or named) and int(process.name) != os.getpid():
                 found.add(int(process.name))
@@ -61,8 +61,8 @@ def processes_of(folder: Path) -> set[int]:
 
 
 class Held:
-    """The resources that this process holds now: the names of its flexkv threads, and its file descriptors. Two such
-    objects are equal if they have the same threads and equally many descriptors.
+    """The resources that this process holds when the object is made: the names of its flexkv threads, and its file
+    descriptors. Two such objects are equal if they have the same threads and equally many descriptors.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def store_prompt(made: LiveUnit) -> None:
 
 
 def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
-    """Does in a loop what an engine's steps do for the unit, until `condition` returns True."""
+    """Repeats what an engine's steps do for the unit, until `condition` returns True."""
 
     def step() -> object:
         unit.poll()

@@ -1,4 +1,4 @@
-"""The calls that a plugin can make to a unit, and the unit's answers to calls that it cannot carry out."""
+"""The calls that a plugin can make to a unit. Also how the unit responds to calls that it cannot carry out."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ def test_what_is_no_message_is_refused(line: bytes, unit: LiveUnit) -> None:
 
 
 def test_calls_wait_for_a_step_until_their_deadline(unit: LiveUnit) -> None:
-    """A unit carries out calls in the engine's steps. Here the engine takes no step, so a call ends at its deadline."""
+    """If the engine takes no step, a plugin's call ends at its deadline, because a unit carries out calls only in the
+    engine's steps."""
     with connect(socket_name(unit.unit_id), 0.05) as plugins_end:
         with pytest.raises(PluginCallError, match="lookup: not carried out in time: the engine takes calls"):
             plugins_end.lookup(PROMPT)
@@ -180,8 +181,8 @@ def test_calls_wait_for_a_step_until_their_deadline(unit: LiveUnit) -> None:
 
 
 def test_a_unit_with_host_memory_alone_steps_on_while_calls_wait(build: Build, tmp_path: Path) -> None:
-    """A step carries out one call. The unit must be busy while calls wait, so that an engine without requests takes
-    another step."""
+    """A unit is busy while calls wait, so that an engine without requests takes another step. A step carries out one
+    call."""
     plugin(tmp_path / "plugins", "scheduler_sleeps")
     unit = build()
     assert not unit.has_tiers
@@ -243,7 +244,7 @@ def test_more_connections_than_allowed_wait(unit: LiveUnit) -> None:
 
 def ask_without_reading(unit: LiveUnit) -> int:
     """Sends calls without reading the answers, until the unit accepts no more calls. Returns the number of bytes of
-    answers that the unit keeps.
+    answers that wait in the unit.
     """
     call = encoded({"call": "status"})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
@@ -293,7 +294,7 @@ def test_another_user_is_turned_away(unit: LiveUnit, log: Lines, monkeypatch: py
     with connect(name, DEADLINE_S) as plugins_end, pytest.raises(PluginCallError):
         plugins_end.status()
     log.wait_for("1 connections to the unit's socket were turned away")
-    for _ in range(5):  # many attempts must not fill the log
+    for _ in range(5):  # more attempts must add no line to the log
         with connect(name, DEADLINE_S) as again, pytest.raises(PluginCallError):
             again.status()
     assert log.count("were turned away") == 1

@@ -1,5 +1,5 @@
-"""The launcher runs plugins as processes: it tells each plugin where it runs, restarts plugins that end, and leaves no
-process behind.
+"""The launcher runs plugins as processes. It passes each plugin the role and rank of its process, restarts plugins that
+end, and leaves no process behind.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SCHEDULER = Place(Role.SCHEDULER, None, "a socket")
 
 SHARE_OF_FLOODS = 0.1
-"""The engine's process must use less than this share of a core while a plugin floods its output. Ten lines per second
-take a millisecond; if the flood were passed on, it would use all that the process gets."""
+"""While a plugin floods its output, the engine's process must use less than this share of a core. Logging ten lines per
+second takes a millisecond. If the whole flood reached the engine, it would use all the time that the process gets."""
 
 Launch = Callable[..., PluginLauncher]
 
@@ -51,7 +51,7 @@ Launch = Callable[..., PluginLauncher]
 @pytest.fixture
 def launch(tmp_path: Path, log: Lines) -> Iterator[Launch]:
     """Returns a function that starts the plugins in `tmp_path`. The test fails if a process or another resource of the
-    plugins is left at its end."""
+    plugins remains at the test's end."""
     before = Held()
     launchers: list[PluginLauncher] = []
 
@@ -159,8 +159,8 @@ def test_a_flooding_plugin_loses_lines_with_their_count(launch: Launch, log: Lin
 
 
 def engines_share(seconds: int) -> float:
-    """Returns the largest share of a core that this process, which stands for the engine's, used in any of `seconds`
-    consecutive seconds."""
+    """Watches this process, which stands for the engine's, for `seconds` seconds. Returns the largest share of a core
+    that it used in any one of them."""
     shares = []
     for _ in range(seconds):
         began_s, spent_s = time.monotonic(), time.process_time()
@@ -172,7 +172,8 @@ def engines_share(seconds: int) -> float:
 
 
 def test_a_flooding_plugin_takes_none_of_the_engines_time(launch: Launch, log: Lines, tmp_path: Path) -> None:
-    """The engine's process reads the first 100 lines of a plugin, and then 10 lines per second."""
+    """A plugin that floods its output takes almost no time of the engine's process. This process reads the first 100
+    lines, and then 10 lines per second."""
     plugin(tmp_path, "all_floods", FLOODS)
     launch()
     log.wait_for("lines were lost: more than 10 per second)")
@@ -208,7 +209,7 @@ def test_a_keeper_that_ends_takes_its_plugins_along_and_is_started_again(
 ) -> None:
     plugin(tmp_path, "all_sleeps")
     launch()
-    log.wait_for("is started as process")  # reported after the process has started
+    log.wait_for("is started as process")  # the launcher logs this after the process has started
     wait_for(lambda: len(processes_of(tmp_path)) == 2, "keeper and plugin run")
     before = processes_of(tmp_path)
     os.kill(keeper_of(tmp_path), number)
@@ -244,8 +245,8 @@ time.sleep(1000)
 
 
 def killed_engine(folder: Path, within_s: float = DEADLINE_S) -> None:
-    """Starts plugins from a separate process, which stands for an engine, and kills it when they run. Asserts that no
-    process is left after `within_s` seconds.
+    """Starts plugins from a separate process, which stands for an engine, and kills this process when the plugins run.
+    Asserts that no process is left after `within_s` seconds.
     """
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(folder)], cwd=ROOT, start_new_session=True)
     try:
@@ -306,14 +307,14 @@ def test_a_keeper_that_cannot_start_is_named(
 
 
 def broken_keeper(monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
-    """Makes launchers start keepers that execute the code `patch` before anything else."""
+    """Makes launchers start keepers that first execute the code `patch`."""
     start = f"import sys\nfrom flexkv.plugins.keeper import __main__ as keeper\n{patch}\nkeeper.main()"
     monkeypatch.setattr(launcher, "own_program", lambda module: [sys.executable, "-c", start])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def leftovers(folder: Path, log: Lines) -> set[int]:
-    """Starts a plugin that starts child processes, and closes its launcher. Kills the processes that are left, and
+    """Starts a plugin that starts child processes, and closes its launcher. Kills the processes that still run, and
     returns their ids."""
     plugin(folder, "all_leaves", LEAVES)
     programs = find_programs(str(folder)).at(Role.SCHEDULER, None)
@@ -395,8 +396,9 @@ def test_control_a_launcher_that_does_not_close_is_seen(tmp_path: Path, log: Lin
 def test_control_an_engine_whose_keeper_does_not_watch_it_leaves_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A keeper learns of the engine's end from a pipe and from a signal. Here a worker that the engine forked later
-    keeps the pipe open, and the control's keeper does not get the signal."""
+    """A control: if a keeper does not notice the engine's end, plugins remain. A keeper learns of this end from a pipe
+    and from a signal. A worker that the engine forked later keeps the pipe open, and in this control the keeper does
+    not get the signal."""
     blind = ENGINE.replace(
         "programs =",
         "from flexkv.plugins import launcher\n"

@@ -1,5 +1,5 @@
-"""A plugin's output is logged as lines. The lines are cut and made printable, and their rate is limited; lost lines are
-counted.
+"""A plugin's output is logged line by line. Long lines are cut, unprintable characters are replaced, and the rate of
+lines is limited. Lost lines are counted.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ def test_nothing_in_a_line_acts_on_a_terminal(line: bytes, text: str) -> None:
 def test_a_shown_line_stays_below_what_the_engine_reads_at_once(line: bytes) -> None:
     assert (
         len(printable(line).encode()) <= MOST_SHOWN_BYTES < 4096 - 2 * 256
-    )  # leaves space for level, name and line end
+    )  # the limit leaves space for the level, the name and the line end
 
 
 def test_the_last_words_of_a_chatty_plugin_pass_and_nothing_is_read_after_them(tmp_path: Path) -> None:
-    """When the plugin ends, it has used up its rate, but its last line must still be logged."""
+    """The last line of a plugin is logged, even if the plugin has used up its rate of lines when it ends. Nothing is
+    read from it afterwards."""
     said: list[str] = []
     program = Program("all_chatty", ("/bin/sh", "-c", "echo last words"))
     run = PluginRun(program, str(tmp_path), Times(), lambda level, name, line: said.append(line), 0.0)

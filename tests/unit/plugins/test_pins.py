@@ -1,4 +1,4 @@
-"""Plugins can pin pages. The tests cover how many, for how long, and what ends a pin."""
+"""Plugins can pin pages. The tests cover how many pages can be pinned, for how long, and what ends a pin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.plugins.plugin_units import (
 
 
 def evicts_all(unit: LiveUnit) -> int:
-    """Evicts all pages from host memory that can be evicted. Returns how many pages of PROMPT are still there."""
+    """Evicts all pages from host memory that can be evicted. Returns how many pages of PROMPT remain there."""
     unit.manager.hub.evict(0, 10_000)
     unit.manager.check_integrity()
     return int(np.count_nonzero(unit.manager.tiers[HUB].present(0, KEYS)))

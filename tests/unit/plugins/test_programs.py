@@ -1,5 +1,5 @@
-"""The files in a plugins folder: which of them are plugins, in which process each plugin runs, and which files are
-refused.
+"""The files in a plugins folder: which of them are plugins, which process of the engine runs each plugin, and which
+files are refused.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def test_a_folder_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> Non
 
 
 def test_a_module_that_others_may_write_to_is_refused_with_its_folder(tmp_path: Path) -> None:
-    """A plugin imports a module beside it before any other of that name, so another user could change what it runs."""
+    """A plugins folder is refused if it has a module that another user may write to. A plugin imports a module from its
+    own folder before any other module of that name, so that user could change what the plugin runs."""
     plugin(tmp_path, "all_a.py")
     plugin(tmp_path, "helper.py", mode=0o664)
     found = find_programs(str(tmp_path))
@@ -135,7 +136,7 @@ def test_a_folder_that_another_could_be_put_in_place_of_is_refused(tmp_path: Pat
     (tmp_path / "above").chmod(0o777)
     (refused,) = find_programs(str(folder)).refused
     assert "above" in refused[1]
-    (tmp_path / "above").chmod(0o1777)  # like /tmp: only an entry's owner may rename it
+    (tmp_path / "above").chmod(0o1777)  # like /tmp: only the owner of an entry may rename it
     assert names_at(folder, Role.SCHEDULER, None) == ["all_a"]
 
 

@@ -1,4 +1,4 @@
-"""A unit that runs plugins holds only the expected resources, and none of them remains after the unit is closed. The
+"""A unit that runs plugins holds only the expected resources, and none of them remains after the unit was closed. The
 tests need no engine.
 """
 
@@ -33,8 +33,8 @@ from tests.unit.plugins.plugin_units import (
 def test_pages_are_written_before_a_unit_waits_for_its_plugins(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that ends may have only seconds left. A plugin that ignores the request to end would use them up, so
-    the unit writes its pages first."""
+    """A unit that closes writes its pages before it waits for its plugins. An engine that ends may have only seconds
+    left, and a plugin that ignores the request to end would use them up."""
     plugin(tmp_path / "plugins", "all_a")
     order: list[str] = []
     made = build()
@@ -97,7 +97,8 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "plugins" / "schedu
 
 @pytest.mark.parametrize("prompts", [1, 0], ids=["a prompt", "control: no prompt"])
 def test_the_example_warms_the_cache(prompts: int, build: Build, log: Lines, tmp_path: Path) -> None:
-    """After a restart the pages are only on disk, and the example plugin makes the unit read them to host memory."""
+    """The example plugin makes a unit read the pages of its prompts to host memory. After a restart, these pages are
+    only on disk."""
     disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": "16MiB"}
     (tmp_path / "disk").mkdir()
     store_prompt(first := build(None, **disk))
@@ -184,7 +185,7 @@ def test_control_a_unit_that_forgets_its_plugins_is_seen(
 
 
 def test_nothing_is_asked_where_no_call_waits(unit: LiveUnit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If no call waits, a step only looks at the clock."""
+    """If no call of a plugin waits, a step only looks at the clock."""
     assert unit.plugins is not None
     monkeypatch.setattr("flexkv.unit.plugin_calls.STATUS_EVERY_S", 1e9)
     monkeypatch.setattr(PluginCalls, "_attempt", None)

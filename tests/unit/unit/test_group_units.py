@@ -26,7 +26,8 @@ from flexkv.unit.live_unit import LiveUnit
 OWNER = UnitOwner("a model", b"n" * 32, "unit0")
 GROUPS = (KvGroup(4, signature=b"full"), KvGroup(4, Rule.WINDOW, 2, b"window"))
 STRIPES = (8192, 4096)
-"""Bytes of a stripe in each KV group. The window group has half as many layers as the full group."""
+"""Bytes of a stripe in each KV group. The stripe of the window group is smaller, because that group has half as many
+layers as the full group."""
 DEADLINE_S = 30.0
 Build = Callable[..., LiveUnit]
 

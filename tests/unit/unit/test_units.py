@@ -1,4 +1,4 @@
-"""The behaviour of a unit in each of its states. If a unit cannot be built, no lock, thread or memory remains."""
+"""How a unit behaves in each of its states. If a unit cannot be built, no lock, thread or memory remains."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def build() -> Iterator[Build]:
 
 
 def store(unit: EngineUnit) -> OpResult | None:
-    """Begins a store of `KEYS`. Returns a successful result for it, or None if there is nothing to store."""
+    """Begins a store of `KEYS`. Returns a result with which the test can report the store as successful, or None if
+    there is nothing to store."""
     plan = unit.manager.begin_store("store", 0, KEYS, BLOCKS, 0)
     if plan.graph is None:
         return None
@@ -93,7 +94,7 @@ def hit(unit: EngineUnit) -> int:
 
 
 def in_state(state: UnitState, build: Build) -> EngineUnit:
-    """Returns a unit in this state. Unless it is still waiting for its ranks, it has stored KEYS."""
+    """Returns a unit in the given state. The unit has stored KEYS, unless it still waits for its ranks."""
     if state is UnitState.AWAITING_RANKS:
         return NullUnit()
     unit = stored(build())
@@ -281,7 +282,7 @@ HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64
 
 
 def shared(rank: int = 0, **other: object) -> RankFacts:
-    """Returns the facts of a rank whose pool has the same bytes as the other rank's."""
+    """Returns the facts of a rank whose pool has the same bytes as the pool of the other rank."""
     said = facts(rank, replicas=2)
     return replace(said, groups=(replace(said.groups[0], **other),))  # type: ignore[arg-type]
 
@@ -326,7 +327,7 @@ def test_a_unit_without_groups_is_refused() -> None:
 
 
 class Unopenable(TierPlan):
-    """The plan of a tier that cannot be opened. It is opened after the disk tier."""
+    """The plan of a tier that cannot be opened. The unit opens this tier after the disk tier."""
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         raise DiskError("no such luck")

@@ -1,4 +1,4 @@
-"""A unit serves pages outside host memory only for the weights with which they were computed."""
+"""From disks and other tiers behind host memory, a unit serves only pages that were computed with its own weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model whose files are older than the engine's process."""
+    """The folder of a model. Its files are older than the engine's process."""
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + LATER_NS)
     return write_model(tmp_path / "model")
 
@@ -52,8 +52,8 @@ def build(tmp_path: Path) -> Iterator[Build]:
     units: list[LiveUnit] = []
 
     def make(content: WeightsContent | Path = NAMED, **settings: object) -> LiveUnit:
-        """Closes the previous unit and makes one with these weights. The fingerprint of the model is always the same,
-        even if a test changes the weights.
+        """Closes the previous unit and makes a unit with these weights. The fingerprint of the model is always the
+        same, even if a test changes the weights.
         """
         while units:
             finish(units.pop())
@@ -96,14 +96,14 @@ def poll_until(unit: LiveUnit, done: Callable[[], object]) -> None:
 
 
 def on_disk(unit: LiveUnit) -> int:
-    """Returns the number of pages that the disk tier would serve: all of KEYS, or 0 if the tier is not in use or lacks
-    one."""
+    """Returns the number of pages of KEYS that the disk tier would serve: all of them, or 0 if the tier is not in use
+    or if it lacks a page."""
     return len(KEYS) if unit.manager.tiers[1].in_use and unit.manager.present(0, KEYS).all() else 0
 
 
 def asked(unit: LiveUnit) -> int:
-    """Looks up a request until its fetches are finished. Returns the number of blocks that the request is promised,
-    from any tier."""
+    """Looks up a request until its fetches are finished. Returns the number of blocks that the unit promises, from any
+    tier."""
     name = f"request {time.monotonic_ns()}"
     ends_s = time.monotonic() + DEADLINE_S
     while (result := unit.manager.match(name, [KEYS], 0)).reads or unit.manager.waits(name):
@@ -148,7 +148,7 @@ def test_changed_weights_of_the_same_fingerprint_find_none(
     unit = build(model)
     assert asked(unit) == 0
     assert [r.message for r in caplog.records if "the disk tier had 3 pages" in r.message]
-    # Pages that are now computed with the new weights are found after a restart.
+    # Pages that the unit computes with the new weights are found after a restart.
     written(unit)
     assert asked(build(model)) == len(KEYS)
 
@@ -187,9 +187,9 @@ def test_pages_of_nobody_knows_which_weights_are_not_served(
 def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The slabs were deleted, so the folder had no pages when the unit with the new weights started. That unit wrote
-    pages, but a crash kept it from writing its weights' name. These pages must not be taken for pages of the previous
-    weights, whose name was still in the folder.
+    """A crash before a unit has written its weights' name does not give its pages to the previous weights. The slabs
+    were deleted, so the folder had no pages when the unit with the new weights started. That unit wrote pages, but
+    crashed before it wrote its weights' name. The folder still had the name of the previous weights.
     """
     original = (model / FILE).read_bytes()
     finish(written(build(model)))
@@ -205,8 +205,8 @@ def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
 
 
 def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, tmp_path: Path) -> None:
-    """A folder without pages must not make a unit drop the pages of the others. The new folder comes last in the
-    setting, because slots are striped over the folders in their order."""
+    """A new folder without pages does not make a unit drop the pages in its other folders. The new folder comes last in
+    the setting, because slots are striped over the folders in their order."""
     written(build(model))
     unit = build(model, disk__folders=[str(tmp_path / "disk"), str(tmp_path / "new")])
     assert unit.gate.is_open
@@ -221,8 +221,8 @@ class LateDigest:
         self._go, self._digest_files = threading.Event(), digest.digest_files
         monkeypatch.setattr(check, "digest_files", self)
         monkeypatch.setattr(check, "SOON_BYTES", 0)
-        # On a slow machine, the files may be old enough for the table to keep their digests. In that case nothing would
-        # be delayed, so here the table knows no digests.
+        # On a slow machine, the files may be old enough for the table to keep their digests. Then the digests would not
+        # be computed, and nothing would be delayed. So in this test the table knows no digests.
         monkeypatch.setattr(WeightsTable, "known", lambda *_: {})
         self._monkeypatch = monkeypatch
         self.failure: Exception | None = None
@@ -358,8 +358,8 @@ def test_a_file_that_changed_after_the_start_leaves_host_memory(
 def test_a_tier_that_cannot_open_goes_down_alone(
     build: Build, model: Path, late: LateDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the weights are known, the disk tier starts a thread that writes their name. If the thread cannot start,
-    only this tier goes down, and the engine's step must not fail."""
+    """If a tier cannot start the thread that writes its weights' name, only this tier goes down, and the engine's step
+    does not fail. The disk tier starts this thread when the weights are known."""
     unit = stored(build(model))
 
     def refused(*_: object) -> None:
@@ -379,7 +379,7 @@ def test_a_disk_that_hangs_while_it_forgets_holds_up_no_step(
     rows(model)
     late = LateDigest(monkeypatch)
     unit = stored(build(model))
-    # The disk's journal accepts records and never writes them, as if its disk hung.
+    # The disk's journal accepts records and never writes them, as if the disk hung.
     monkeypatch.setattr(Journal, "put", lambda *_: True)
     waits: list[float] = []
     finish_reset = StripedSlabs.finish_reset
@@ -412,8 +412,8 @@ def test_weights_without_a_name_leave_host_memory(build: Build) -> None:
 def test_a_reset_before_the_name_keeps_all_pages_out(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The running engine has new weights, but the files still have the old ones. So pages of the new weights must not
-    be kept under the name of the files' content.
+    """If the engine's weights were reset before the files' digest was known, no page is kept under the digest's name.
+    The running engine has new weights, but the files still have the old ones.
     """
     written(build(model))
     late = LateDigest(monkeypatch)

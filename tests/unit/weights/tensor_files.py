@@ -23,7 +23,7 @@ WITHIN_S = 60.0
 
 
 def write_model(folder: Path, name: str = "model.safetensors", seed: int = 0) -> Path:
-    """Writes a model with random values in one file. Returns its folder."""
+    """Writes a model with random values into one file. Returns the model's folder."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     write_tensors(
@@ -54,7 +54,7 @@ def place_of(file: Path, tensor: str) -> int:
 
 
 def change(file: Path, tensor: str, first: int = 0, values: int = 1) -> None:
-    """Overwrites `values` values of a tensor in the file, from number `first` on. The rest of the file stays the
+    """Overwrites `values` values of a tensor in the file, starting with number `first`. The rest of the file stays the
     same."""
     at = place_of(file, tensor) + 4 * first
     with file.open("r+b") as content:
@@ -63,8 +63,8 @@ def change(file: Path, tensor: str, first: int = 0, values: int = 1) -> None:
 
 
 def settle(folder: Path) -> int:
-    """Waits until the file system's clock has advanced, so that a later change gets a later time than earlier ones.
-    Returns a time between them, in ns since 1970."""
+    """Waits until the file system's clock has advanced. Returns a time, in ns since 1970, that is later than all
+    changes before the call and earlier than all changes after it."""
     at_ns = time.time_ns()
     probe = folder / "probe"
     ends_s = time.monotonic() + WITHIN_S

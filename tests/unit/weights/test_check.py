@@ -1,5 +1,5 @@
-"""The name of an engine's weights: which changes of the weights change it, when files are read again, and how several
-processes share the reading.
+"""Tests of the name of an engine's weights: which changes of the weights change the name, when files are read again,
+and how several processes share the reading.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that gets the name of each file when flexkv begins to digest the file."""
+    """A list of file names. A name is added when flexkv begins to digest the file."""
     read: list[str] = []
     digest_files = digest.digest_files
 
@@ -46,8 +46,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def checked(*models: Path, folder: Path | None = None, since_ns: int | None = None) -> WeightsCheck:
-    """Runs a check of these models to the end, and returns the check. Unless `since_ns` is given, the engine's process
-    seems to have started after every change on disk."""
+    """Runs a check of the given models to its end, and returns the check. Unless `since_ns` is given, the engine's
+    process seems to have started after every change on disk."""
     content = WeightsContent(tuple(map(str, models)))
     done = WeightsCheck(content, folder, time.time_ns() + LATER_NS if since_ns is None else since_ns)
     done.start(WITHIN_S)
@@ -189,8 +189,8 @@ def test_the_table_is_bounded_and_private(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_changed_after_the_engines_start_names_nothing(tmp_path: Path) -> None:
-    """The engine may have loaded the content that the file had before, so the file's content cannot name the
-    weights."""
+    """If a file has changed after the engine's start, the weights get no name. The engine may have loaded the file's
+    earlier content, so its content does not identify the weights."""
     write_model(tmp_path / "a")
     start_ns = settle(tmp_path)
     assert checked(tmp_path / "a", since_ns=start_ns).digest
@@ -229,7 +229,8 @@ def linked(folder: Path) -> None:
 def disturbed(
     monkeypatch: pytest.MonkeyPatch, folder: Path, edit: Callable[[Path], None], times: int
 ) -> None:
-    """Makes the first `times` reads of a range of the file call `edit`, so that the file changes while it is read."""
+    """Makes the first `times` reads of a range of the file call `edit` meanwhile, so that the file changes while it is
+    read."""
     digest_range, left = digest._digest_range, [None] * times
 
     def and_disturbed(*args):  # type: ignore[no-untyped-def]
@@ -292,8 +293,8 @@ def test_weights_that_nothing_names_say_so() -> None:
 
 
 def test_a_start_waits_for_what_comes_soon_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start waits only for weights that can be read soon. For a large model it returns at once, and the check
-    continues in a thread."""
+    """The start of a unit waits only for weights that can be read soon. For a large model it returns at once, and the
+    check continues in a thread."""
     write_model(tmp_path / "a")
     monkeypatch.setattr(check, "SOON_BYTES", 1000)
     may_read = threading.Event()
@@ -351,7 +352,7 @@ def test_a_second_process_takes_what_the_first_has_read(
     try:
         waiting.start(0.3)
         assert waiting.pending
-        # This enters the result into the table, as the other process would.
+        # The test enters the result into the table, as the other process would do.
         WeightsTable(tmp_path).enter(file, FileState.of(file), "ab" * 32)
     finally:
         holder.communicate("\n", timeout=WITHIN_S)
@@ -414,7 +415,7 @@ def test_nobody_waits_for_the_reading_of_another_model(
 def test_control_the_same_model_waits(
     tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
 ) -> None:
-    """A process that wants to read the same file waits, even if it reads the file through another path."""
+    """A control: a process that wants to read the same file waits, even if it reads the file through another path."""
     write_model(tmp_path / "a")
     (tmp_path / "other").symlink_to(tmp_path / "a")
     waiting = WeightsCheck(WeightsContent((str(tmp_path / "other"),)), tmp_path, time.time_ns() + LATER_NS)

@@ -1,5 +1,5 @@
-"""The digest of complete files: what it depends on, and what happens if files change, cannot be read or take too
-long."""
+"""The digest of complete files: on what it depends, and what happens if files change, cannot be read or take too long
+to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of the weights table: only this user can write to it, and all ranks of a node use the same one."""
+"""The folder of the weights table: only this user can write to it, and all ranks of a node use the same folder."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def temporary(home: Path) -> Path:
-    """Replaces the home folder by a file, so that no folder can be made in it. Returns the private folder that is used
-    instead."""
+    """Replaces the home folder by a file, so that no folder can be made in it. Returns the private folder that flexkv
+    uses instead."""
     home.write_bytes(b"")
     return home.parent / "temporary" / f"flexkv-{os.geteuid()}"
 
@@ -82,7 +82,8 @@ def test_a_home_that_nobody_writes_is_left_out(home: Path, monkeypatch: pytest.M
 def test_a_folder_of_another_user_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A user who can write to the table could make these weights count as different ones."""
+    """flexkv does not use a folder for its weights table that another user owns or can write to. Such a user could make
+    these weights count as different ones."""
     temporary.mkdir(0o700)
     user = os.geteuid()
     (temporary.parent / f"flexkv-{user + 1}").mkdir(0o700)

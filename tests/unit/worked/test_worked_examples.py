@@ -55,7 +55,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
             step += 1
         step_of[work] = step
     assert max(step_of.values()) + 1 == 34
-    table = {  # by step: the layers that are written to paged memory, transformed and loaded
+    table = {  # for each step, the layers that are written to paged memory, transformed and loaded
         0: (None, None, 0),
         1: (None, 0, 1),
         2: (0, 1, 2),
@@ -79,7 +79,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
 
 def test_the_settings_of_the_walk_are_taken_by_their_names() -> None:
     """Section "start of the service": each rank gets 3 GiB of host memory, and blocks are stored as soon as they are
-    computed."""
+    computed. flexkv accepts these settings by their names in the document."""
     config = load_config({"cpu_bytes_to_use_per_rank": 3221225472, "lazy_offload": False}, {})
     assert config.host.bytes_per_rank == 3 * GIB
     assert config.store.mode == "eager"
@@ -89,7 +89,8 @@ def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
     """Sections "assumptions" and "worker": 16 tokens of 32 heads with 128 float16 numbers are 128 KiB in one layer, and
     4 MiB in 32 layers.
 
-    The document calls this the size of a block, but it is only that of K. With V, a block is twice as large.
+    The document calls this the size of a block, but it is only the size of the block's K. With V, a block is twice as
+    large.
     """
     k_bytes = BLOCK_TOKENS * 32 * 128 * 2
     assert k_bytes == 128 * KIB
@@ -149,16 +150,16 @@ class RawRank:
 
     def __init__(self, layers: int, blocks: int, chunk: int, backend: int = 0) -> None:
         self.memory = np.random.default_rng(1).integers(0, 256, (layers, 2, blocks, chunk), np.uint8)
-        if backend == 1:  # the pool is [block][layer][kv], on a 4 KiB boundary
+        if backend == 1:  # the pool is [block][layer][kv], and begins on a 4 KiB boundary
             raw = np.empty(self.memory.size + 4096, np.uint8)
             start = -raw.ctypes.data % 4096
             self.memory = raw[start : start + self.memory.size].reshape(blocks, layers, 2, chunk)
             pointers = (self.memory.ctypes.data,)
             self.pool = RawPool(1, pointers, 2 * layers * chunk, chunk, 2 * chunk)
-        elif backend == 2:  # K of each layer, then V of each layer
+        elif backend == 2:  # the pool has K of each layer, then V of each layer
             planes = [self.memory[layer, kv] for kv in (0, 1) for layer in range(layers)]
             self.pool = RawPool(2, tuple(plane.ctypes.data for plane in planes), chunk)
-        else:  # one tensor per layer, [block][kv]
+        else:  # the pool has one tensor per layer, [block][kv]
             self.memory = self.memory.reshape(layers, blocks, 2, chunk)
             pointers = tuple(self.memory[layer].ctypes.data for layer in range(layers))
             self.pool = RawPool(0, pointers, 2 * chunk, chunk)
@@ -228,8 +229,8 @@ CALLS = {"vLLM": (0, 80, 1), "TensorRT-LLM": (1, 1, 1), "SGLang": (2, 160, 1)}
 
 @pytest.mark.parametrize("engine", CALLS)
 def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
-    """Section "what to expect": with staging, one call replaces 80 calls (vLLM) or 160 (SGLang). TensorRT-LLM's block
-    already needs only one call."""
+    """Section "what to expect": with staging, one call replaces 80 calls (vLLM) or 160 (SGLang). TensorRT-LLM needs
+    only one call per block even without staging."""
     backend, direct, staged = CALLS[engine]
     rank = RawRank(80, 3, 4096, backend)
     files = RawFileLayout.dense(80, 4096, blocks_per_file=4)
@@ -245,8 +246,8 @@ def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
 
 
 def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Section "settings": by default staging is on, with 64 blocks. One variable turns it off with 0, the other one
-    makes it larger with 128. Arguments override both."""
+    """Section "settings": by default staging is on, with 64 blocks. One environment variable turns staging off with 0.
+    The other one sets 128 blocks. Arguments override the two variables."""
     # The pool has two blocks, because the layers of a single block would be contiguous, and would need no staging if
     # their address happened to be aligned.
     rank, files = RawRank(2, 2, 4096), RawFileLayout.dense(2, 4096, blocks_per_file=1)
@@ -269,7 +270,7 @@ def test_the_two_variables_and_their_defaults(monkeypatch: pytest.MonkeyPatch, t
 
 
 def paged_layers(layers: int, blocks: int) -> tuple[PagedLayers, list[NDArray[np.int32]]]:
-    """Returns paged memory [layer][K, V][block][token][head][width], and the array of each layer behind it."""
+    """Returns paged memory [layer][K, V][block][token][head][width], and a list with the array of each layer."""
     memory = [np.zeros((2, blocks, BLOCK_TOKENS, 1, 4), np.int32) for _ in range(layers)]
     return PagedLayers([list(layer) for layer in memory]), memory
 
