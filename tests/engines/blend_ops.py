@@ -19,14 +19,15 @@ POISON = 7.0
 
 
 def know(llm: Any, full: dict[str, Any]) -> None:
-    """Computes a prompt in full. On every rank the oracle (`blend_watch.Oracle`) remembers the keys and values."""
+    """Computes a prompt in full. On every rank, the oracle (`blend_watch.Oracle`) keeps the computed keys and
+    values."""
     call_workers(llm, rank_oracle, "begin")
     ask_engine(llm, full | {"max_tokens": 1})
     call_workers(llm, rank_oracle, "end_full")
 
 
 def blend_store_true(llm: Any, full: dict[str, Any], spans: list[list[int]]) -> dict[str, Any]:
-    """Computes a prompt in full and stores the rows of its spans as segments, on every rank."""
+    """Computes a prompt in full, and stores the rows of its spans as segments on every rank."""
     know(llm, full)
     call_workers(llm, rank_oracle, "store", full["ids"], spans)
     return {}
@@ -42,7 +43,8 @@ def blend_oracle(
     another_layer: bool = False,
     check_layer: int | None = None,
 ) -> dict[str, Any]:
-    """Blends a prompt with the rows of its own full computation, and chooses the kept rows at random.
+    """Blends a prompt with cached rows that come from a full computation of the same prompt. Chooses the kept rows at
+    random. (A kept row is one that the engine computes anew after the check layer.)
 
     Args:
         share: the probability with which a reused row is kept.
@@ -71,7 +73,7 @@ def blend_poison(
     """Blends a prompt twice, the second time with garbage in the reused rows from position `first` to `end`.
 
     Args:
-        other: the same prompt, for the second time.
+        other: the request for the second time, with the same prompt.
 
     Returns how many kept rows before these positions, and how many after them, get different keys in the last layer.
     """
@@ -80,7 +82,8 @@ def blend_poison(
     of_rows = pages.rows
 
     class Poisoned:
-        """Cached rows, with garbage in the `bad` ones. The check layer gets no garbage, so the same rows are kept."""
+        """Cached rows of which the rows `bad` are replaced by garbage. The check layer gets no garbage, so that it
+        chooses the same rows to keep."""
 
         def __init__(self, source: Any, bad: Any) -> None:
             self.source, self.bad = source, bad
@@ -181,8 +184,8 @@ def blend_reference(
     of_release = pages.release
 
     def release(name: str) -> None:
-        # The loaded rows of this prompt still exist here. Until the prompt is computed, only older requests are
-        # released, and `watch.kept` is empty.
+        # At this point the loaded rows of this prompt still exist. While `watch.kept` is empty, the prompt has not been
+        # computed, and the calls release only older requests.
         if watch.kept and not wanted:
             cached = sources[0][1].open(later[0])
             wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0]), cached) for layer in later})
@@ -203,7 +206,7 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
     """Blends a prompt. Returns the sum of all squared differences between cached and fresh keys in the check layer.
 
     Args:
-        turned: False for a control that does not rotate the cached keys to their positions in the prompt.
+        turned: whether the cached keys are rotated to their positions in the prompt; False for a control.
     """
     worker = blend_worker()
     rotation, forward, sums = worker._pages.rotation, worker.forward, []
@@ -222,7 +225,7 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
 
 
 def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Control: blends requests even if their salt is missing or used already."""
+    """A control: blends requests even if their salt is missing or was used before."""
     from flexkv.adapters.vllm.blend import requests as module
 
     with replaced(module, refusal=lambda request: None):
@@ -243,8 +246,8 @@ def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
-    """Runs once more the test that the engine runs when it starts. All blocks of the engine must be free, and its
-    prefix cache empty, because the test overwrites blocks.
+    """Repeats the self-test that the engine runs when it starts. All blocks of the engine must be free, and its prefix
+    cache empty, because the self-test overwrites blocks.
 
     Args:
         broken: for a control, what is wrong: "mask" (kept rows see later positions), "rows" (no cached row is written
@@ -278,7 +281,7 @@ def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
 
 
 def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
-    """Flips a bit in each of the first `pages` pages of segments in host memory. A second call flips the bits back."""
+    """Flips a bit in each of the first `pages` pages of segments in host memory. A second call restores the bits."""
     pool = blend_worker()._pages.cache.pool
     flipped = 0
     for slot in range(pool.ready_slots):
@@ -307,13 +310,14 @@ def _drop_host(worker: Any) -> int:
 
 
 def blend_drop_host(llm: Any) -> dict[str, Any]:
-    """Waits until all segments are on disk, then evicts them from host memory. Returns how many pages are left."""
+    """Waits until all segments are on disk, then evicts them from host memory. Returns how many pages remain in host
+    memory."""
     return {"left": sum(call_workers(llm, _drop_host))}
 
 
 def blend_hold_reads(llm: Any) -> dict[str, Any]:
-    """Withholds the results of reads of segments from disk until `blend_let_reads_go`. The requests that need them
-    wait.
+    """Withholds the results of reads of segments from disk until `blend_let_reads_go` is called. Requests that need
+    these segments wait.
     """
     planes = _segment_unit().driver._planes
     planes[DISK] = LateReads(planes[DISK])
@@ -321,7 +325,7 @@ def blend_hold_reads(llm: Any) -> dict[str, Any]:
 
 
 def blend_let_reads_go(llm: Any) -> dict[str, Any]:
-    """Waits until the withheld reads are done and releases their results. Returns the number of reads."""
+    """Waits until the withheld reads are done, and releases their results. Returns the number of these reads."""
     unit = _segment_unit()
     late = unit.driver._planes[DISK]
     ends_s = time.monotonic() + 30.0
@@ -338,7 +342,7 @@ def blend_let_reads_go(llm: Any) -> dict[str, Any]:
 
 
 def blend_held(llm: Any) -> dict[str, Any]:
-    """Counts what blending holds for requests: on the scheduler's side, live requests and pages; on the worker's side,
+    """Counts the resources that blending holds for requests. In the scheduler: live requests and pages. In the worker:
     loads, captures, and rows of the staging buffer.
     """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
@@ -353,13 +357,14 @@ def blend_held(llm: Any) -> dict[str, Any]:
 
 
 def blend_forget_salts(llm: Any) -> dict[str, Any]:
-    """Empties the table of used salts. In service, a full table drops its oldest salts."""
+    """Empties the table of used salts, so that salts can be used again. In service, only a full table drops salts, the
+    oldest first."""
     llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend._salts.clear()
     return {}
 
 
 def blend_erase(llm: Any, name: str) -> dict[str, Any]:
-    """Erases the pages of a namespace, as a plugin can. Returns their number."""
+    """Erases the pages of the namespace `name`, as a plugin can do. Returns their number."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     return {"pages": scheduler.unit.manager.erase_namespace(name)}
 

@@ -1,4 +1,5 @@
-"""An operation on an engine that blends: it sends a request that the other operations of these tests cannot make."""
+"""An operation on an engine that blends: it sends a request with settings that other operations of these tests cannot
+send."""
 
 from __future__ import annotations
 

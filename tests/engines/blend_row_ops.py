@@ -1,5 +1,5 @@
-"""Operations on an engine that blends. They inspect the rows that it captures for segments, the rows that it keeps, and
-the steps in which it blends.
+"""Operations on an engine that blends. They inspect the rows that the engine captures for segments, the rows that it
+keeps, and the steps in which it blends.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
         blended = {int(np.searchsorted(batch.starts, each.rows[0], side="right")) - 1 for each in reused}
         _steps.append({"rows": np.diff(batch.starts).tolist(), "blended": sorted(blended)})
         if misplaced and len(batch.starts) > 2:
-            # A request's first row is not moved: the row before it belongs to another request.
+            # The first row of a request cannot be moved, because the row before it belongs to another request.
             own = [each.rows[0] not in batch.starts for each in reused]
             reused = [
                 type(each)(each.rows - here, each.source, each.ratio)
@@ -102,10 +102,11 @@ def blend_watched_steps(llm: Any) -> dict[str, Any]:
 def blend_preempted(
     llm: Any, requests: list[dict[str, Any]], tokens: int, rolled: bool = False, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Runs requests. When each has generated `tokens` tokens, preempts all of them by resetting the prefix cache.
+    """Runs requests. When each has generated `tokens` tokens, preempts all of them by resetting the prefix cache, and
+    runs them to their end.
 
     Args:
-        rolled: for a control, whether each cached row is replaced by the one after it when the requests run again.
+        rolled: for a control, whether each cached row is replaced by the row after it when the requests run again.
     """
     tracker, pages = RequestTracker(llm), blend_worker()._pages
     for number, request in enumerate(requests):
@@ -134,7 +135,7 @@ def blend_preempted(
 
 
 def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
-    """Flips a bit in a full page of a segment in host memory. A load that finds the damage drops the page."""
+    """Flips a bit in a full page of a segment in host memory. A load that detects the damage drops the page."""
     from flexkv.blend.keys import GROUP
 
     cache = blend_worker()._pages.cache
@@ -146,7 +147,7 @@ def blend_flip_page(llm: Any, segment: list[int], page: int) -> dict[str, Any]:
 
 
 def blend_stored(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Control: blends a request without checking its salt, and stores its pages like those of an ordinary request."""
+    """A control: blends a request without checking its salt, and stores its pages like those of an ordinary request."""
     from flexkv.adapters.vllm.blend import requests as module
     from flexkv.cache.stores.kept_out import KeptOut
 

@@ -54,16 +54,16 @@ def _flip(slab: Path, offset: int) -> None:
 def blend_streamed(
     llm: Any, request: dict[str, Any], segment: list[int], folder: str, layer: int, damaged: bool = False
 ) -> dict[str, Any]:
-    """Blends a prompt while one read hangs. It is the read of the first page of `segment`, for the range of layers that
-    begins with `layer`. The read goes on when the model has run the layer before `layer`.
+    """Blends a prompt while one read hangs: the read of the first page of `segment`, for the range of layers that
+    begins with `layer`. The read continues when the model has run the layer before `layer`.
 
     Args:
         folder: the folder with the engine's slabs.
-        damaged: whether to flip a bit in layer `layer` of the page first.
+        damaged: whether to flip a bit in layer `layer` of the page before the blend.
 
     Returns:
         ran: the numbers of the model's layers, in the order in which they ran.
-        moved: whether pages were still moving when the layer before `layer` had run.
+        moved: whether pages were still being read when the layer before `layer` had run.
     """
     from tests import testing_ext
 

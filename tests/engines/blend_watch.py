@@ -1,4 +1,4 @@
-"""Inspects an engine's blended forward passes: records each layer's keys and values, and on each rank compares them
+"""Inspects an engine's blended forward passes. It records each layer's keys and values, and on each rank compares them
 with those of a full computation.
 """
 
@@ -85,7 +85,7 @@ class Watch:
             hook.remove()
 
     def planes(self) -> list[tuple[Any, Any]]:
-        """Returns the keys and values of each layer, joined over all forward passes."""
+        """Returns the keys and values of each layer. Joins those of all forward passes since the recording began."""
         import torch
 
         return [
@@ -94,8 +94,8 @@ class Watch:
 
 
 class Oracle:
-    """Keeps one rank's keys and values of a full computation. For a blended computation, measures how far the keys of
-    the kept rows are from those of the full one.
+    """Keeps one rank's keys and values of a full computation. Then measures how far the kept rows' keys of a blended
+    computation are from these.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,8 @@ class Oracle:
         self._planes = self._watch.planes()
 
     def store(self, ids: list[int], spans: list[list[int]]) -> None:
-        """Stores the rows of the full computation as segments, so that blending the prompt with them is exact."""
+        """Stores the rows of the full computation as segments. Blending the prompt with these segments gives the exact
+        result."""
         cache, rotation = self._blend._pages.cache, self._blend._pages.rotation
         for first, end in spans:
 
@@ -128,7 +129,7 @@ class Oracle:
     def begin_blend(
         self, share: float, one_sequence: bool, loaded: bool, another_layer: bool, check_layer: int | None
     ) -> None:
-        """Begins to record a blended computation, whose kept rows are chosen at random: the same ones on every rank.
+        """Begins to record a blended computation. Its kept rows are chosen at random, the same rows on every rank.
 
         Args:
             share: the probability with which a reused row is kept.
@@ -171,8 +172,9 @@ class Oracle:
         self.begin()
 
     def end_blend(self) -> dict[str, Any]:
-        """Ends the recording of the blended computation. Returns the largest error in the keys of its kept rows, over
-        all layers after the check layer, the rows' positions, and facts that tell ranks apart.
+        """Ends the recording of the blended computation. Returns three results: the largest error in the keys of its
+        kept rows, over all layers after the check layer; the positions of these rows; and facts that differ between
+        ranks.
         """
         self._watch.__exit__()
         self._broken.close()
@@ -194,7 +196,7 @@ class Oracle:
     # --- captures ---
 
     def break_captures(self, wrong: str) -> None:
-        """Control: from now on captures rows wrongly; see `blend_captured`."""
+        """A control: from this call on, captures rows wrongly; see `blend_captured`."""
         pages, layers = self._blend._pages, len(self._forward.layers)
         of_capture = pages.capture
 
@@ -213,8 +215,8 @@ class Oracle:
         self._broken.close()
 
     def kept_apart(self, ids: list[int]) -> dict[str, float]:
-        """Loads a cached segment. Returns the largest distance of its keys, and of its values, from those of the full
-        computation.
+        """Loads a cached segment. Returns the largest distance of its keys from those of the full computation, and the
+        same for its values.
         """
         from flexkv.adapters.vllm.blend.orders import SegmentOrder
 
@@ -263,7 +265,7 @@ class Oracle:
 
 
 _oracles: list[Oracle] = []
-"""A list with the oracle of this rank's process; empty until the first one is made."""
+"""The oracle of this rank's process, in a list; the list is empty until the oracle is made."""
 
 
 def rank_oracle(worker: Any, step: str, *given: Any) -> Any:

@@ -25,7 +25,8 @@ def salt() -> str:
 
 @contextlib.contextmanager
 def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
-    """Limits the engine to `tokens` tokens per step within the `with` block; 0 keeps the usual limit."""
+    """Within the `with` block, limits the engine to `tokens` tokens per step. If `tokens` is 0, the usual limit
+    stays."""
     usual = session.call("step_tokens", tokens=tokens)["before"] if tokens else 0
     try:
         yield
@@ -36,7 +37,8 @@ def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Segments, and a prompt that contains them in reverse order, with other tokens before and after them.
+    """Documents, which the engine stores as segments, and a prompt that contains them in reverse order, with other
+    tokens before and after them.
 
     Attributes:
         spans: first and end position of each segment in the prompt, in the prompt's order.
@@ -59,24 +61,26 @@ class Documents:
         return cls(tuple(segments), Prompt(tuple(tokens), **fields), tuple(spans))
 
     def store(self, session: EngineSession) -> None:
-        """Makes the engine compute each segment on its own and store it."""
+        """Makes the engine compute each segment separately and store it."""
         asks = [
             Prompt(segment, max_tokens=1, salt=salt(), extra=blending({"store": True}))
             for segment in self.segments
         ]
         for ask in asks:
             session.ask(ask)
-        session.settle()  # a segment is counted only when every rank has stored it
+        session.settle()  # a segment is counted only after every rank has stored it
 
     def blended(self, ratio: float | None = None, spans: Any = None, **fields: Any) -> Prompt:
-        """Makes a request that asks to blend the prompt. The request gets a new salt unless `fields` contains one."""
+        """Makes a request that asks to blend the prompt. Unless `fields` contains a salt, the request gets a new
+        one."""
         ask: dict[str, Any] = {"segments": [list(span) for span in (self.spans if spans is None else spans)]}
         if ratio is not None:
             ask["ratio"] = ratio
         return replace(self.prompt, **{"salt": salt(), "extra": blending(ask)} | fields)
 
     def plain(self, **fields: Any) -> Prompt:
-        """Makes a request that is not blended. Its salt is new, so the engine computes the whole prompt."""
+        """Makes a request for the same prompt that is not blended. Its salt is new, so the engine computes the whole
+        prompt."""
         return replace(self.prompt, **{"salt": f"plain-{next(_salts)}"} | fields)
 
 
@@ -110,7 +114,7 @@ def start_blending(
     names: dict[str, str] | None = None,
     **engine: Any,
 ) -> EngineSession:
-    """Starts an engine that blends. If the last engine had the same configuration, returns that one.
+    """Starts an engine that blends. If the engine that was started last has the same configuration, returns that one.
 
     Args:
         settings, names: see `blending_connector`.
@@ -122,12 +126,12 @@ def start_blending(
 
 
 def results(session: EngineSession) -> dict[str, float]:
-    """Counts the requests so far by their result, for results that at least one request had."""
+    """Returns how many requests so far had each result. Leaves out results that no request had."""
     family = "vllm:flexkv_blend_requests_total"
     found = session.process.metrics(family)
     return {key.partition("result=")[2].rstrip("}"): value for key, value in found.items() if value}
 
 
 def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
-    """Counts the requests by their result since `results` returned `before`."""
+    """Returns how many requests had each result since `results` returned `before`."""
     return dict(Counter(results(session)) - Counter(before))

@@ -1,4 +1,4 @@
-"""Operations on a vLLM engine's own block pool. They overwrite free blocks with garbage and shuffle the block ids.
+"""Operations on the block pool of a vLLM engine. They overwrite free blocks with garbage and shuffle the block ids.
 
 The scheduler must be in the process that runs these operations (`IN_PROCESS`); the workers may be in other processes.
 """
@@ -13,7 +13,8 @@ from demo.engine_child import Operation
 from .worker_calls import call_workers
 
 GARBAGE_SCALE = 30.0
-"""Standard deviation of the garbage. K and V stay within a few units, so reading any garbage changes the output."""
+"""Standard deviation of the garbage. K and V of the model stay within a few units, so an output that depends on garbage
+changes."""
 
 
 def _block_pool(llm: Any) -> Any:
@@ -21,7 +22,8 @@ def _block_pool(llm: Any) -> Any:
 
 
 def _overwrite(worker: Any, blocks: list[int], seed: int) -> int:
-    """Runs in each worker: fills the blocks of every layer with garbage. Returns the bytes written."""
+    """Runs in each worker: overwrites the given blocks of every layer with garbage. Returns the number of bytes
+    written."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +50,7 @@ def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
-    """Control: writes garbage over the first `blocks` blocks in the engine's own prefix cache, so that hits on them
+    """A control: writes garbage over the first `blocks` blocks in the engine's own prefix cache, so that hits on them
     give wrong answers.
     """
     pool = _block_pool(llm)
@@ -58,9 +60,7 @@ def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
 
 
 def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
-    """Puts the free blocks in random order, so that the next request gets different block ids from the requests before
-    it.
-    """
+    """Puts the free blocks in random order. The next request then gets other block ids than the requests before it."""
     queue = _block_pool(llm).free_block_queue
     blocks = queue.popleft_n(queue.num_free_blocks)
     random.Random(seed).shuffle(blocks)
@@ -69,7 +69,7 @@ def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def pool(llm: Any) -> dict[str, Any]:
-    """Counts the blocks of the engine's pool. `total` includes the null block; `held` counts those with at least one
+    """Counts the blocks of the engine's pool. `total` includes the null block. `held` counts blocks with at least one
     reference.
     """
     blocks = _block_pool(llm)
@@ -78,8 +78,8 @@ def pool(llm: Any) -> dict[str, Any]:
 
 
 def compare_pages(llm: Any) -> dict[str, Any]:
-    """Counts the blocks in the engine's prefix cache, and the blocks among them without a byte-identical page in
-    flexkv's host memory.
+    """Counts the blocks in the engine's prefix cache. Also counts how many of these blocks have no byte-identical page
+    in flexkv's host memory.
     """
     import numpy as np
     from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -1,4 +1,5 @@
-"""A control for tests of blending: attention treats the kept rows of a request as one causal sequence."""
+"""A control for tests of blending: attention treats the kept rows of a request as one causal sequence, although rows
+between them are missing."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 
 def one_sequence_of(runs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Joins the kept rows of each request to one causal sequence, so that most of them attend to later positions too.
+    """Joins the kept rows of each request into one causal sequence. Most of them then attend to later positions, too.
 
     Args:
         runs: see `BlendForward.runs`.

@@ -22,7 +22,7 @@ from .session import BLOCK_TOKENS, EngineSession, Reference
 PACKAGE = str(__package__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
 # The engines' fork server inherits this variable. The models are so small that more threads would only wait for each
-# other, and on a busy machine they would wait long.
+# other, for a long time if the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 FAULTY = FLEXKV | {
@@ -47,13 +47,14 @@ OPERATIONS = (
     f"{PACKAGE}.sleep_ops",
 )
 POOL_BLOCKS = 129
-"""Blocks in an engine's pool unless a test says otherwise: the null block, and 128 blocks for 4096 tokens."""
+"""Number of blocks in an engine's pool, unless a test sets another one: the null block, and 128 blocks for 4096
+tokens."""
 GROUPS = LAYERS
 """Number of KV groups of the Gemma 3 model: one per layer."""
 BLOCKS_OF_ALL_GROUPS = GROUPS * POOL_BLOCKS
-"""Blocks in the pool of a Gemma 3 engine. Each KV group takes blocks of its own."""
+"""Number of blocks in the pool of a Gemma 3 engine. Each KV group takes blocks of its own."""
 HOST_BYTES = 96 << 20
-"""Size of the host tier unless a test says otherwise: about 700 blocks of the tiny model."""
+"""Size of the host tier, in bytes, unless a test sets another one: about 700 blocks of the tiny model."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,14 +64,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def connector(base: Mapping[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Makes a `kv_transfer_config` for flexkv. Settings are given by dotted name, with `__` for each dot."""
+    """Makes a `kv_transfer_config` for flexkv. Callers give settings by their dotted names, with `__` for each dot."""
     extra = {"host.bytes": HOST_BYTES} | {key.replace("__", "."): value for key, value in settings.items()}
     return {**(base or FLEXKV), "kv_connector_extra_config": extra}
 
 
 @dataclass
 class Engines:
-    """Starts engines. The last one keeps running, because consecutive tests often ask for the same engine."""
+    """Starts engines. The engine that was started last keeps running, because consecutive tests often need the same
+    engine."""
 
     model: Path
     logs: Path
@@ -105,7 +107,7 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """Starts one more engine beside the one that `get` returned; `close_others` closes it."""
+        """Starts one more engine while the engine of `get` continues. `close_others` closes it."""
         process = self._start(kv_transfer_config, environment or {}, engine)
         self._others.append(process)
         return EngineSession(process, self.reference)
@@ -185,13 +187,15 @@ def gemma_3_alone(gemma_3: Path) -> Iterator[Reference]:
 
 @pytest.fixture
 def hybrid(engines: Engines, gemma_3: Path, gemma_3_alone: Reference) -> Callable[..., EngineSession]:
-    """Starts engines with six KV groups."""
+    """Starts engines of a model with six KV groups."""
 
     def start(
         rules: Sequence[Any] | None = None, kind: Mapping[str, Any] = FAULTY, **settings: Any
     ) -> EngineSession:
-        """Args:
-        rules: faults for a connector of the given `kind`; None for flexkv's own connector, without faults.
+        """Starts an engine, or returns the running one if it has the same configuration.
+
+        Args:
+            rules: faults for a connector of the given `kind`; None for flexkv's own connector, without faults.
         """
         more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
         if rules is None:
@@ -221,7 +225,7 @@ def engines(all_engines: Engines) -> Iterator[Engines]:
 
 @pytest.fixture
 def stream(request: pytest.FixtureRequest) -> int:
-    """A seed for this test's prompts, different for each test, so that tests on one engine do not hit each other's
-    blocks.
+    """Returns a seed for this test's prompts. It differs between tests, so that a test does not hit another test's
+    blocks in the same engine.
     """
     return zlib.crc32(request.node.nodeid.encode())

@@ -1,5 +1,5 @@
-"""Operations on the disk tier of an engine whose scheduler runs in this process. They withhold the results of reads,
-and count the pages whose reads have begun when the scheduler first looks up a request.
+"""Operations on the disk tier of an engine whose scheduler runs in this process. They withhold the results of reads.
+They also count how many pages' reads have begun when the scheduler first looks up a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 
 
 class LateReads:
-    """Wraps the plane of a tier and withholds the results of reads. Everything else passes through."""
+    """Wraps the plane of a tier, and withholds the results of reads. It passes all other calls on."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
@@ -43,7 +43,7 @@ def _unit(llm: Any) -> Any:
 
 
 def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
-    """Withholds the results of disk reads until `let_reads_go`.
+    """Withholds the results of disk reads until `let_reads_go` is called.
 
     Args:
         taken_for_stored: for a control, makes stores skip the pages that a read is fetching, as if such pages were
@@ -58,7 +58,7 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
 
 
 def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
-    """Waits until the withheld reads are done and releases their results.
+    """Waits until the withheld reads are done, and releases their results.
 
     Returns:
         failed: number of pages that the reads did not deliver.
@@ -80,14 +80,15 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
 
 
 def drop_host(llm: Any) -> dict[str, Any]:
-    """Evicts every page without a lease from host memory. Returns how many pages are left."""
+    """Evicts from host memory every page that is not leased. Returns how many pages remain."""
     hub = _unit(llm).manager.hub
     hub.evict(0, len(hub.index))
     return {"left": len(hub.index)}
 
 
 def exchange_pages(llm: Any) -> dict[str, Any]:
-    """Control: gives every slot of host memory the bytes of another slot, as if a leased slot had been evicted."""
+    """A control: gives every slot of host memory the bytes of another slot, as if leased slots had been evicted and
+    reused."""
     pool = _unit(llm).pool
     slots = [pool.slot(slot) for slot in range(pool.ready_slots)]
     first = slots[0].copy()
@@ -98,8 +99,8 @@ def exchange_pages(llm: Any) -> dict[str, Any]:
 
 
 class FirstAsks:
-    """Wraps the plane of the disk. For each request, records how many pages in total had been submitted for reading
-    when the scheduler first looked the request up.
+    """Wraps the plane of the disk. When the scheduler first looks up a request, it records how many pages have been
+    submitted for reading so far, for all requests together.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -146,7 +147,7 @@ def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
 
 
 def first_asks(llm: Any) -> dict[str, Any]:
-    """Ends `watch_first_asks` and returns what was recorded."""
+    """Ends `watch_first_asks`, and returns the recorded numbers."""
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes
     watch = planes[DISK]

@@ -1,5 +1,5 @@
-"""Operations for engines with the faulty connector. They inspect its movers, release stalled copies, and run other
-requests while a load is stuck.
+"""Operations for engines with the faulty connector. They inspect the movers that copy pages, release stalled copies,
+and run other requests while a load is stuck.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from .worker_calls import call_workers
 
 
 def _mover_state(worker: Any) -> dict[str, int]:
-    """Runs in each worker: counts the calls of its mover, and those on which a fault rule acted."""
+    """Runs in each worker: returns how often its mover was called, and on how many of these calls a fault rule
+    acted."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     mover = get_kv_transfer_group().worker.faults
@@ -48,12 +49,12 @@ def stuck_load(
     abort: bool,
     deadline_s: float = 60.0,
 ) -> dict[str, Any]:
-    """Runs a request whose load stalls, runs other requests until the load's deadline has passed, then releases the
+    """Runs a request whose load stalls, and runs other requests until the load's deadline has passed. Then releases the
     load.
 
     Returns:
-        late: the stalled request's status, and how many engine blocks were held, when the others had finished and
-            `wait_s` had passed.
+        late: the stalled request's status and the number of engine blocks that were held, at the time when the others
+            had finished and `wait_s` had passed.
         requests: results; the first one is that of the stalled request.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -86,7 +87,7 @@ def stuck_load(
 
 
 def llm_step(tracker: RequestTracker, llm: Any) -> None:
-    """Steps the engine even if it has no requests left, because an aborted load is only reported in a step."""
+    """Steps the engine even if it has no requests left, because an engine reports an aborted load only in a step."""
     if not tracker.step():
         llm.llm_engine.step()
 

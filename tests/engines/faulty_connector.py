@@ -1,5 +1,5 @@
-"""flexkv's connector with a mover that fails on purpose, by rules in the environment variable FAULT_RULES; and
-connectors with a bug each, for controls.
+"""flexkv's connector with a mover that fails on purpose, by the rules in the environment variable FAULT_RULES. Also
+connectors for controls, each with one bug.
 
 FAULT_RULES is a JSON list. Each rule is an object with the arguments of `FaultRule`; its `action` and `kind` are words
 (the keys of `ACTIONS` and `KINDS`). If a rule has a `rank`, it applies to the mover of that rank only.
@@ -37,7 +37,7 @@ KINDS = {"load": OpKind.H2D, "store": OpKind.D2H}
 
 
 class FaultyWorker(WorkerSide):
-    """A worker's side whose mover follows the rules in FAULT_RULES."""
+    """The worker's part of a connector, with a mover that follows the rules in FAULT_RULES."""
 
     faults: testing_ext.FaultyMover | None = None
 
@@ -60,7 +60,7 @@ class FaultyConnector(FlexKVConnector):
 
 
 class LayeredTailsConnector(FaultyConnector):
-    """Control for tests of partial tails: loads the tails, too, layer by layer."""
+    """A control for tests of partial tails: loads even the tails layer by layer."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -80,7 +80,7 @@ class LayeredTailsConnector(FaultyConnector):
 
 
 class CarelessConnector(FaultyConnector):
-    """Control for tests of failed loads: publishes blocks that were computed from a failed load."""
+    """A control for tests of failed loads: publishes blocks that were computed from a failed load."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         unit = self.scheduler.unit
@@ -89,7 +89,8 @@ class CarelessConnector(FaultyConnector):
 
 
 class SleepyConnector(FaultyConnector):
-    """Behaves as if the engine had sleep mode, which vLLM does not allow on a CPU, so that a reset ends all copies."""
+    """Behaves as if the engine had sleep mode, so that a reset ends all copies. vLLM does not allow sleep mode on a
+    CPU."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -99,27 +100,27 @@ class SleepyConnector(FaultyConnector):
 
 
 class ForgetfulConnector(FaultyConnector):
-    """Control for tests of new weights: reports that it has reset its cache although it has not."""
+    """A control for tests of new weights: reports that it has reset its cache, but does not reset it."""
 
     def reset_cache(self) -> bool:
         return True
 
 
 class ImpatientWorker(FaultyWorker):
-    """Reports a layer as loaded without waiting for it."""
+    """Worker's part of `ImpatientConnector`: reports a layer as loaded without waiting for it."""
 
     def wait_for_layer(self, name: str) -> None:
         self.layer_loads._waited.add(self._layer_numbers[name])
 
 
 class ImpatientConnector(FaultyConnector):
-    """Control for tests of layerwise loads: lets the forward pass read layers that have not arrived."""
+    """A control for tests of layerwise loads: lets the forward pass read layers that have not arrived."""
 
     worker_class = ImpatientWorker
 
 
 class HastyWorker(FaultyWorker):
-    """Copies a step's layers before the forward pass has written them."""
+    """Worker's part of `HastyConnector`: copies a step's layers before the forward pass has written them."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
@@ -130,13 +131,13 @@ class HastyWorker(FaultyWorker):
 
 
 class HastyConnector(FaultyConnector):
-    """Control for tests of layerwise stores: copies a step's layers before the forward pass has written them."""
+    """A control for tests of layerwise stores: copies a step's layers before the forward pass has written them."""
 
     worker_class = HastyWorker
 
 
 class EarlyConnector(FaultyConnector):
-    """Control for tests of draft models: stores a step's blocks before the draft model has written its layers."""
+    """A control for tests of draft models: stores a step's blocks before the draft model has written its layers."""
 
     _stored: KVConnectorMetadata | None = None
 
@@ -151,7 +152,7 @@ class EarlyConnector(FaultyConnector):
 
 
 class SecretiveConnector(FaultyConnector):
-    """Control for tests of loads that are cut short: does not report the blocks that a load did not fill, so that the
+    """A control for tests of loads that are cut short: does not report the blocks that a load did not fill. So the
     engine continues with KV that never arrived.
     """
 
@@ -161,7 +162,7 @@ class SecretiveConnector(FaultyConnector):
 
 
 class LateConnector(FaultyConnector):
-    """Control for tests of loads between steps: loads several KV groups within the step that computes from them."""
+    """A control for tests of loads between steps: loads several KV groups within the step that computes from them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -171,8 +172,8 @@ class LateConnector(FaultyConnector):
 
 
 class TalkativeConnector(FaultyConnector):
-    """Control for tests in which the engine recomputes a complete request: if a load of several KV groups fails,
-    reports the blocks that it did not fill, which is right only for a single group.
+    """A control for tests in which the engine recomputes a complete request. If a load of several KV groups fails, it
+    reports the blocks that the load did not fill. This is right only for a single group.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

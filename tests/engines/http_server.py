@@ -34,8 +34,8 @@ long after the test has found the port free.
 
 
 class HttpServer:
-    """A running API server, for use as a context manager. On exit, the server and all processes that it started are
-    killed if they still run.
+    """A running API server, for use as a context manager. At the end of the `with` block, it kills the server and all
+    processes that the server started, if they still run.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HttpServer:
                 stderr=out,
                 env={**os.environ, **QUIET_ENVIRONMENT, **environment},
                 start_new_session=True,
-                # When this process ends, even if it is killed, the kernel sends SIGTERM to the server, which then ends
+                # When this process ends, even by a kill, the kernel sends SIGTERM to the server, and the server ends
                 # its engine.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
@@ -88,8 +88,8 @@ class HttpServer:
         return tokens
 
     def complete_with(self, ids: Sequence[int], max_tokens: int, **fields: Any) -> list[list[int]]:
-        """Returns all continuations of a prompt that the server sends, as token ids. They are greedy unless `fields`
-        says otherwise.
+        """Returns all continuations of a prompt that the server sends, as token ids. The server chooses tokens greedily
+        unless `fields` says otherwise.
 
         Args:
             fields: more fields of the request's body.
@@ -107,17 +107,18 @@ class HttpServer:
         return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a POST, with an empty body if `body` is None, and returns the response, which must be JSON."""
+        """Sends a POST request, with an empty body if `body` is None. Returns the response, which must be JSON."""
         sent = b"" if body is None else json.dumps(body).encode()
         answer: dict[str, Any] = json.loads(self._fetch(path, sent))
         return answer
 
     def metric(self, name: str, **labels: str) -> float:
-        """Returns the sum of a counter over the series that have all these labels."""
+        """Returns the sum of a counter over all series that have the given labels."""
         return sum(self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[float]:
-        """Returns the values of those series of a metric that have all these labels; empty if there are none."""
+        """Returns the values of all series of a metric that have the given labels. Returns an empty result if there are
+        none."""
         found = []
         for line in self._fetch("/metrics").decode().splitlines():
             series, _, value = line.rpartition(" ")
@@ -136,7 +137,7 @@ class HttpServer:
 
     def kill(self) -> None:
         """Sends SIGKILL to the server and every process that it started. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):  # all of its processes have ended
+        with contextlib.suppress(ProcessLookupError):  # in this case, all of its processes have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_DEADLINE_S)
         self._wait_for_group()

@@ -12,15 +12,15 @@ from demo.engine_child import Operation, RequestTracker
 from .fault_ops import faults
 
 TITLES = {"scheduler": "EngineCore", "rank": "Worker_TP1"}
-"""For each process that can be killed, a part of the process title that vLLM gives it."""
+"""For each process that a test can kill, a part of the process title that vLLM gives it."""
 LOOK_S = 0.02
 
 
 def kill_while_copying(
     llm: Any, requests: list[dict[str, Any]], victim: str, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Adds requests, and kills the victim as soon as a fault rule acts on a copy. The engine cannot be used afterwards,
-    because vLLM's front end may wait for a scheduler that no longer exists.
+    """Adds requests, and kills the process `victim` as soon as a fault rule acts on a copy. The engine cannot be used
+    afterwards, because vLLM's front end may wait for a scheduler that no longer exists.
 
     Args:
         victim: a key of TITLES.

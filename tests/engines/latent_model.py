@@ -1,7 +1,8 @@
-"""Writes a small DeepSeek-V2 model with random weights, multi-head latent attention (MLA) and dense layers only.
+"""Writes a small DeepSeek-V2 model with random weights. It has multi-head latent attention (MLA), and only dense
+layers.
 
-Its latents have 512 + 64 numbers per token, because vLLM's MLA kernel for CPUs decodes only these, in blocks of 16
-tokens.
+Its latents have 512 + 64 numbers per token, and its blocks 16 tokens, because vLLM's MLA kernel for CPUs supports only
+these sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CONTEXT_TOKENS = 1024
 
 
 def write_latent_model(folder: Path) -> Path:
-    """Writes the model in float32 into `folder`, the same bytes every time, and returns the folder."""
+    """Writes the model in float32 into `folder`, with the same bytes every time. Returns the folder."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
@@ -43,7 +44,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
         qk_rope_head_dim=ROPE,
         qk_nope_head_dim=HEAD,
         v_head_dim=HEAD,
-        # Layers from this number on have experts; the model has no such layer.
+        # Layers from this number on would have experts. The model has no such layer.
         first_k_dense_replace=LAYERS,
         n_routed_experts=2,
         n_shared_experts=1,

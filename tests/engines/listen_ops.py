@@ -1,4 +1,4 @@
-"""Operations that record what the engine's scheduler and its connector exchange."""
+"""Operations that record the calls between the engine's scheduler and its connector."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _scheduler(llm: Any) -> Any:
 
 
 def connector_says(llm: Any) -> dict[str, Any]:
-    """Returns what the connector answers when the scheduler asks whether it has work left."""
+    """Returns the connector's answer when the scheduler asks whether it has work left."""
     connector = _scheduler(llm).connector
     return {
         "requires_kv_delivery": connector.requires_kv_delivery,
@@ -22,7 +22,7 @@ def connector_says(llm: Any) -> dict[str, Any]:
 
 
 def watch_events(llm: Any) -> dict[str, Any]:
-    """Begins to record the KV events that the scheduler publishes; earlier records are dropped."""
+    """Begins to record the KV events that the scheduler publishes. Drops earlier records."""
     scheduler = _scheduler(llm)
     scheduler.seen_events = []
     scheduler.kv_event_publisher.publish = lambda batch: scheduler.seen_events.extend(batch.events)
@@ -30,7 +30,8 @@ def watch_events(llm: Any) -> dict[str, Any]:
 
 
 def seen_events(llm: Any) -> dict[str, Any]:
-    """Returns the KV events since `watch_events`: for each its kind and the fields that identify the block."""
+    """Returns the KV events since `watch_events` was called. For each event, gives its kind and the fields that
+    identify the block."""
     return {"events": [_plain(event) for event in _scheduler(llm).seen_events]}
 
 

@@ -11,8 +11,8 @@ from demo.model import PRESETS
 
 RANK = 8
 ALPHA = 64
-"""LoRA scale, chosen so high that the adapter changes the output from the first token; peft multiplies the adapter's
-product by ALPHA / RANK.
+"""LoRA scale: peft multiplies the adapter's product by ALPHA / RANK. The scale is so large that the adapter changes the
+output from the first token on.
 """
 
 

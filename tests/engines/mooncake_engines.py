@@ -1,6 +1,7 @@
-"""Runs engines one after the other over one store. It runs in a network namespace, where Mooncake's clients may listen.
+"""A program that runs engines one after the other, all of them with the same store. It runs in a network namespace, in
+which Mooncake's clients may listen on ports.
 
-Prints one line of JSON per engine: its answers to the prompts, and the metrics in `SERIES`.
+It prints one line of JSON per engine: its answers to the prompts, and the metrics in `SERIES`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
-    """Args:
-    url: URL of the store.
-    folder: folder for the engines' logs.
-    pages: total number of pages of the prompts.
-    prompts: a JSON list with `Prompt.wire` of each prompt.
+    """Runs the engines.
+
+    Args:
+        url: URL of the store.
+        folder: folder for the engines' logs.
+        pages: total number of pages of the prompts.
+        prompts: a JSON list with `Prompt.wire` of each prompt.
     """
     settings: dict[str, Any] = {
         "remote__urls": url,
@@ -50,7 +53,7 @@ def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
             moved, ends_s = dict.fromkeys(SERIES, 0.0), time.monotonic() + WRITTEN_S
             while moved["written"] + moved["read"] < int(pages) and time.monotonic() < ends_s:
                 time.sleep(0.05)
-                # The engine updates its metrics only when it steps.
+                # The engine updates its metrics only in a step, so this sends a prompt.
                 engine.generate([Prompt.of(5, 7, max_tokens=1).wire()])
                 values = engine.metrics("flexkv")
                 moved = {name: values.get(series, 0.0) for name, series in SERIES.items()}

@@ -1,6 +1,6 @@
-"""Operations on an engine that shares pages with another engine and whose scheduler runs in this process.
+"""Operations on an engine that shares pages with another engine. Its scheduler runs in this process.
 
-If PEER_PROTOCOL is set, the engine uses that version of the protocol with its peers, as a later release would.
+If PEER_PROTOCOL is set, the engine uses that version of the protocol with its peers, as a later release would do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def host_pages(llm: Any) -> dict[str, Any]:
 
 
 def kill_peer(llm: Any) -> dict[str, Any]:
-    """Kills the process of the only peer, and waits until this unit no longer follows the peer."""
+    """Kills the process of the only peer, and waits until this unit does not follow the peer any longer."""
     share: Any = _tiers(llm)[0]._share
     (row,) = share.peers()
     os.kill(row["pid"], signal.SIGKILL)
@@ -46,7 +46,7 @@ def kill_peer(llm: Any) -> dict[str, Any]:
 
 
 def peers(llm: Any) -> dict[str, Any]:
-    """Returns how many pages of peers each tier knows, and the unit's counts for each peer."""
+    """Returns two results: how many pages of peers each tier knows, and the unit's counts for each peer."""
     known: dict[str, int] = {}
     for tier in _tiers(llm):
         tier.take_all_news(1 << 20)
@@ -55,14 +55,14 @@ def peers(llm: Any) -> dict[str, Any]:
 
 
 def declined(llm: Any) -> dict[str, Any]:
-    """Returns this unit's id, and the ids of the units that it has found but does not share pages with."""
+    """Returns this unit's id, and the ids of the units that it has found but with which it does not share pages."""
     share: Any = _tiers(llm)[0]._share
     return {"unit": share._card.unit, "declined": list(share._watch._again_s)}
 
 
 def kill_in_copy(llm: Any) -> dict[str, Any]:
-    """Makes the next copies from the only peer fail half-way: before the second portion of four pages, the peer's
-    process is killed. The copy continues when this unit no longer follows the peer.
+    """Makes the next copies from the only peer fail half-way. A copy moves four pages at a time: before it moves the
+    second four, it kills the peer's process, and waits until this unit does not follow the peer any longer.
     """
     (tier,) = _tiers(llm)
     share: Any = tier._share

@@ -1,4 +1,4 @@
-"""A connector that promises tokens that it does not have. It runs beside flexkv's connector in a MultiConnector.
+"""A connector that promises tokens which it does not have. It runs beside flexkv's connector in a MultiConnector.
 
 A request asks for such a promise with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector does
 not write the promised blocks, and reports them as failed in the step that should have loaded them.
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class BrokenPromises(KVConnectorMetadata):
-    """The blocks that this step should load, and that the worker's side reports as failed."""
+    """The promised blocks that this step should load. The worker's part of the connector reports them as failed."""
 
     blocks: list[int] = field(default_factory=list)
 
 
 class PromisingConnector(KVConnectorBase_V1):
-    """Promises tokens once per request, and never delivers them."""
+    """Promises tokens once per request, and never loads them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -76,15 +76,15 @@ class PromisingConnector(KVConnectorBase_V1):
         self._failed.update(orders.blocks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing, because nothing is loaded."""
+        """Does nothing, because the connector loads nothing."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Does nothing, because nothing is stored."""
+        """Does nothing, because the connector stores nothing."""
 
     def wait_for_save(self) -> None:
-        """Does nothing, because nothing is stored."""
+        """Does nothing, because the connector stores nothing."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()

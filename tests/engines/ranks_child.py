@@ -1,4 +1,5 @@
-"""Runs an engine with several data-parallel ranks and sends each prompt to a chosen rank, which vLLM's `LLM` cannot do.
+"""A program that runs an engine with several data-parallel ranks, and sends each prompt to a chosen rank. vLLM's `LLM`
+cannot choose the rank.
 
     python -m tests.engines.ranks_child '{engine arguments}' '[[name, rank, token ids], null, ...]'
 
@@ -29,7 +30,7 @@ async def ask(engine: Any, number: int, rank: int, ids: list[int]) -> dict[str, 
 
 
 async def forget(engine: Any) -> None:
-    """Drops the ranks' own prefix caches; vLLM refuses until no block is referenced, so it tries again."""
+    """Drops the ranks' own prefix caches. It repeats the call, because vLLM refuses it while a block is referenced."""
     while not await engine.reset_prefix_cache():
         await asyncio.sleep(0.1)
 

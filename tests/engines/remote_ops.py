@@ -1,5 +1,6 @@
-"""Operations on the remote tier of an engine whose scheduler runs in this process. One returns the data with which a
-test can read the engine's values. The other sends signals to processes while pages are being read from the store.
+"""Operations on the remote tier of an engine whose scheduler runs in this process. One operation returns the data with
+which a test can read the engine's values in the store. Another one sends signals to processes while pages are being
+read from the store.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _plane(llm: Any) -> RemotePlane:
 
 
 def value_parts(llm: Any) -> dict[str, Any]:
-    """Returns the owner of the engine's values and the geometry of their KV groups, pickled."""
+    """Returns the owner of the engine's values, and the geometry of their KV groups. Both results are pickled."""
     setup = _plane(llm).link._setup
     return {"pickled": base64.b64encode(pickle.dumps((setup.owner, setup.groups))).decode()}
 

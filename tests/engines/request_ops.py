@@ -1,5 +1,5 @@
-"""Operations that control running requests: they abort or reset them at a chosen moment, add others, and send kinds of
-requests that the harness cannot send.
+"""Operations that control running requests: they abort or reset requests at a chosen moment, add other requests, and
+send kinds of requests that the harness cannot send.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ def abort(
     later: list[dict[str, Any]] | None = None,
     deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Runs requests and aborts one of them, then adds the requests in `later` at once and runs all requests to their
-    end.
+    """Runs requests and aborts one of them. Then immediately adds the requests in `later`, and runs all requests to
+    their end.
 
-    Args:
-        victim: index of the request to abort.
-        status: the scheduler's status of the victim at which to abort it (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
-        steps: number of engine steps after which to abort the victim if `status` is empty.
+    Args:     victim: index of the request to abort.     status: the scheduler's status of the victim at which to abort
+    it (WAITING_FOR_REMOTE_KVS, RUNNING, ...).     steps: number of engine steps after which to abort the victim if
+    `status` is empty.
     """
     scheduler, tracker = _scheduler(llm), RequestTracker(llm)
     names = [f"a{number}-{time.monotonic_ns()}" for number in range(len(requests))]
@@ -213,8 +212,8 @@ def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> 
         )
         request.external_req_id = name
         engine.output_processor.add_request(request, None, None, 0)
-        # The front end and the core each append to the request's list of tokens. A core in its own process has a list
-        # of its own; here both are in one process, so the core gets a copy.
+        # The front end and the core each append to the request's list of tokens. In this test they run in one process
+        # and would share the list, so the core gets a copy of the request.
         sent = copy(request)
         sent.prompt_token_ids = list(piece["ids"])
         engine.engine_core.add_request(sent)

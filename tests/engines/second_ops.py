@@ -1,4 +1,4 @@
-"""Operations that create further engines in the same process, query them, shut them down, or drop them."""
+"""Operations that create further engines in the same process, send prompts to them, shut them down, or drop them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _others: dict[str, Any] = {}
 
 
 def make_other(llm: Any, name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Starts one more engine. If the engine does not start, `refused` in the result is its error; otherwise empty."""
+    """Starts one more engine. In the result, `refused` is the error if the engine does not start, and otherwise
+    empty."""
     from vllm import LLM
 
     try:
@@ -26,7 +27,7 @@ def ask_other(llm: Any, name: str, requests: list[dict[str, Any]]) -> dict[str, 
 
 
 def reset_other(llm: Any, name: str) -> dict[str, Any]:
-    """Waits until the engine has no work left, then drops its own prefix cache."""
+    """Waits until the engine `name` has no work left, then drops its own prefix cache."""
     engine_child.drain(_others[name])
     return engine_child.reset(_others[name])
 
@@ -37,7 +38,7 @@ def shut_down_other(llm: Any, name: str) -> dict[str, Any]:
 
 
 def drop_other(llm: Any, name: str) -> dict[str, Any]:
-    """Drops the last reference to the engine, as `del llm` does."""
+    """Drops the last reference to the engine `name`, as `del llm` does."""
     del _others[name]
     gc.collect()
     return {}

@@ -1,5 +1,5 @@
-"""A running engine as tests use it. Tests send it prompts, compare its answers with those of an engine without a
-connector, drop its prefix cache, and overwrite its free blocks.
+"""A running engine, with the operations that tests use. Tests send it prompts, compare its answers with those of an
+engine without a connector, drop its prefix cache, and overwrite its free blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from demo.engine_process import EngineProcess
 from demo.model import prompt_tokens
 
 BLOCK_TOKENS = 32
-"""The smallest block size that vLLM allows on a CPU."""
+"""Number of tokens in a block: the smallest block size that vLLM allows on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Prompt:
 
     @classmethod
     def of(cls, count: int, stream: int, **fields: Any) -> Prompt:
-        """Makes a prompt of `count` tokens. The same stream gives the same tokens: a longer prompt begins with the
-        tokens of a shorter one.
+        """Makes a prompt of `count` tokens. Prompts of the same stream have the same tokens: a longer prompt begins
+        with the tokens of a shorter one.
         """
         return cls(tuple(prompt_tokens(count, stream)), **fields)
 
@@ -42,7 +42,7 @@ class Prompt:
         return replace(self, ids=self.ids[:count])
 
     def then(self, tokens: Sequence[int]) -> Prompt:
-        """Returns the same request with more tokens at the end, like the next turn of a conversation."""
+        """Returns the same request with `tokens` appended to the prompt, like the next turn of a conversation."""
         return replace(self, ids=(*self.ids, *tokens))
 
     def wire(self) -> dict[str, Any]:
@@ -56,7 +56,8 @@ class Prompt:
 
     @property
     def whole_blocks(self) -> int:
-        """The largest number of tokens that full blocks can serve. The engine always computes the last token itself."""
+        """The largest number of the prompt's tokens that can be hits in full blocks. The engine always computes the
+        last token itself."""
         return (len(self.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
@@ -86,7 +87,8 @@ class Answer:
 
 
 class Reference:
-    """An engine with neither a connector nor a prefix cache. Its answers are the expected ones; they are remembered."""
+    """An engine with neither a connector nor a prefix cache. Its answers are the expected answers. It remembers them
+    for repeated prompts."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
@@ -113,11 +115,11 @@ class EngineSession:
         self.reference = reference
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
-        """Runs prompts together, without comparing the answers."""
+        """Runs the prompts together, and returns the answers without comparing them."""
         return [Answer.of(result) for result in self.process.generate([prompt.wire() for prompt in prompts])]
 
     def check(self, *prompts: Prompt) -> list[Answer]:
-        """Runs prompts together and asserts that every answer has exactly the reference's tokens."""
+        """Runs the prompts together, and asserts that every answer has exactly the tokens of the reference's answer."""
         answers = self.ask(*prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             self.judge(prompt, answer)
@@ -137,7 +139,7 @@ class EngineSession:
         return self.process.call(operation, **arguments)
 
     def settle(self) -> None:
-        """Steps the engine until no work of earlier requests is left. Fails if the work does not end."""
+        """Steps the engine until no work of earlier requests remains. Fails if the work does not end in time."""
         done = self.call("drain")
         assert done["drained"], f"the scheduler still has work long after the last request: {done}"
 
@@ -154,8 +156,8 @@ class EngineSession:
         assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
 
     def abort_while_loading(self, stream: int) -> None:
-        """Aborts one of two requests during its async load and adds another at once. Checks that the other answers are
-        right, and that no request and no block stays referenced.
+        """Aborts one of two requests during its async load, and immediately adds another request. Checks that the
+        answers to the two remaining requests are right, and that no request remains and no block stays referenced.
         """
         prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
         later = Prompt.of(900, stream + 2)
@@ -177,8 +179,8 @@ class EngineSession:
         self.check(*prompts)
 
     def metric(self, name: str) -> float:
-        """Returns the sum of a counter or gauge over its labels, or the value of one series if `name` has labels; 0 if
-        there is no such metric.
+        """Returns the sum of a counter or gauge over its labels, or the value of one series if `name` has labels.
+        Returns 0 if there is no such metric.
         """
         family = name.partition("{")[0]
         values = self.process.metrics(family)

@@ -1,4 +1,5 @@
-"""Operations that send an engine to sleep. On a CPU vLLM does not free the memory; all else happens as on a GPU."""
+"""Operations that send an engine to sleep. On a CPU, vLLM does not free the memory for it, but all other steps are the
+same as on a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def sleep_while_copying(
         connector.scheduler._end_copies = end_copies
     llm.wake_up()
     if mode == "abort":
-        # If all of vLLM runs in one process, only its scheduler aborts the requests; its front end would wait for them.
+        # If all of vLLM runs in one process, only its scheduler aborts the requests, and its front end would wait for
+        # them. So this aborts them in the front end.
         llm.llm_engine.abort_request(names)
     while mode == "keep" and tracker.step():
         pass
@@ -64,8 +66,8 @@ def sleep_while_copying(
 
 
 def sleep_while_loading(llm: Any, request: dict[str, Any], deadline_s: float = 30.0) -> dict[str, Any]:
-    """Sends the engine to sleep while a request waits for its load. Returns the engine's reply; by then the request has
-    been aborted and the engine is awake again.
+    """Sends the engine to sleep while a request waits for its load. Returns the engine's reply. Before it returns, the
+    request has been aborted and the engine is awake again.
     """
     core = llm.llm_engine.engine_core.engine_core
     tracker, name = RequestTracker(llm), f"s-{time.monotonic_ns()}"
@@ -86,7 +88,7 @@ def sleep_while_loading(llm: Any, request: dict[str, Any], deadline_s: float = 3
 
 
 def call_engine(llm: Any, method: str, **arguments: Any) -> dict[str, Any]:
-    """Calls a method of vLLM's engine. If the method is `sleep`, wakes the engine up again."""
+    """Calls a method of vLLM's engine. After a call of `sleep`, wakes the engine up again."""
     getattr(llm.llm_engine, method)(**arguments)
     if method == "sleep":
         llm.wake_up(tags=["scheduling"] if arguments["level"] == 0 else None)

@@ -1,4 +1,4 @@
-"""flexkv in vLLM's MultiConnector, beside another connector."""
+"""flexkv beside another connector in vLLM's MultiConnector."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PROMISED_TOKENS = 8 * BLOCK_TOKENS
 
 
 def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """Makes a `kv_transfer_config` with several connectors. The first connector that finds tokens loads them; all
-    connectors store.
+    """Makes a `kv_transfer_config` with several connectors. vLLM loads tokens from the first connector that finds them,
+    and stores in all connectors.
     """
     return {
         "kv_connector": "MultiConnector",
@@ -33,12 +33,12 @@ def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """Runs a prompt whose first blocks the other connector promises but does not deliver. In the same step the engine
-    computes the rest of the prompt from the garbage in these blocks. It then recomputes all blocks, and the answer is
-    right.
+    """Runs a prompt whose first blocks the other connector promises but does not load. In the same step, the engine
+    computes the rest of the prompt from the garbage in these blocks. Then it recomputes all blocks, and gives the right
+    answer.
     """
     prompt = Prompt.of(400, stream)
-    session.forget()  # overwrites free blocks, so the promised blocks hold garbage
+    session.forget()  # overwrites free blocks, so that the promised blocks contain garbage
     broken = Prompt(
         prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"promised_tokens": PROMISED_TOKENS}}
     )
@@ -57,7 +57,8 @@ def test_what_another_connectors_failed_load_led_to_is_not_published(engines: En
 def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
     engines: Engines, stream: int
 ) -> None:
-    """Shows that the test above would fail if flexkv published the blocks that were computed from garbage."""
+    """A control: if flexkv published the blocks that were computed from garbage, a later request would get them as
+    hits."""
     session = engines.get(beside(PROMISING, connector(CARELESS)), {"FAULT_RULES": "[]"})
     prompt = compute_after_anothers_failed_load(session, stream)
     [answer] = session.ask(prompt)
@@ -68,8 +69,8 @@ def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
 def test_beside_vllms_example_connector_in_processes_of_their_own(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """Runs as users do, with the scheduler in a process of its own. Every connector's statistics are exported with the
-    connector's name. flexkv comes first, so it serves the hits.
+    """Runs flexkv beside vLLM's example connector as users do, with the scheduler in a process of its own. Every
+    connector's statistics are exported with the connector's name. flexkv is the first connector, so it serves the hits.
     """
     example = {
         "kv_connector": "ExampleConnector",
@@ -87,7 +88,8 @@ def test_beside_vllms_example_connector_in_processes_of_their_own(
 
 
 def hear(session: EngineSession, metric: str, at_least: float) -> None:
-    """Sends small prompts until the metric has reached a value. vLLM updates metrics only with the output of a step."""
+    """Sends small prompts until the metric has reached the value `at_least`. vLLM updates metrics only with the output
+    of a step."""
     small = Prompt.of(5, 0, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
     for _ in range(200):
         session.ask(small)
@@ -102,8 +104,9 @@ def blending_beside(engines: Engines) -> EngineSession:
 
 
 def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: int) -> None:
-    """A ratio of 1 gives bit for bit the result of the full computation; a smaller ratio, the control, does not. flexkv
-    stores no block of a blended prompt, so a later ordinary request is not affected.
+    """flexkv blends a prompt even beside another connector. A ratio of 1 gives bit for bit the result of the full
+    computation; a smaller ratio, the control, does not. flexkv stores no block of a blended prompt, so a later ordinary
+    request is not affected.
     """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)
@@ -121,8 +124,8 @@ def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: 
 def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
     engines: Engines, stream: int
 ) -> None:
-    """The other connector's blocks never come. The engine discards what it computed from them, and blends the prompt
-    again from its start.
+    """If another connector promises the first blocks of a blended prompt and does not load them, the answer is right.
+    The engine discards the rows that it computed from these blocks, and blends the prompt again from its start.
     """
     session = blending_beside(engines)
     documents = Documents.of(stream % 10_000_000)
@@ -135,7 +138,7 @@ def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
         broken.extra["kv_transfer_params"]["promised_tokens"] = PROMISED_TOKENS
         before = results(session)
         [right] = session.ask(wanted)
-        session.forget()  # overwrites free blocks, so the promised blocks hold garbage
+        session.forget()  # overwrites free blocks, so that the promised blocks contain garbage
         [answer] = session.ask(broken)
         assert results(session)["blended"] - before.get("blended", 0) == 2
         assert (answer.tokens, answer.log_probabilities) == (right.tokens, right.log_probabilities)

@@ -1,4 +1,5 @@
-"""Blending inside unpatched vLLM: which rows are computed and reused, and that no other request gets their KV."""
+"""Blending inside unpatched vLLM: which rows are computed and which are reused. No other request gets KV of a blended
+request."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def test_a_ratio_of_one_is_the_full_computation_bit_for_bit(
 def test_without_a_plan_the_engine_computes_as_one_without_blending_bit_for_bit(
     session: EngineSession, documents: Documents
 ) -> None:
-    """The control is `test_some_rows_are_reused_and_the_others_computed`, in which reused rows change the log
-    probabilities.
+    """If a request is not blended, its result is bit for bit that of an engine without blending. The control is
+    `test_some_rows_are_reused_and_the_others_computed`, in which reused rows change the log probabilities.
     """
     [plain] = session.ask(documents.plain())
     assert plain.tokens == session.reference.tokens(documents.prompt)
@@ -65,8 +66,8 @@ def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, do
 def test_a_segment_has_the_keys_and_values_that_were_computed(
     session: EngineSession, stream: int, size: int, chunk: int
 ) -> None:
-    """Compares every layer and row of a segment with a full computation. The segment is computed in chunks of different
-    sizes.
+    """A stored segment has the keys and values that the engine computed. Compares every layer and row with a full
+    computation. The engine computes the segment in chunks of different sizes.
     """
 
     def apart(number: int, wrong: str = "") -> dict[str, float]:
@@ -94,7 +95,7 @@ def test_cached_keys_are_turned_to_where_they_stand(session: EngineSession, docu
 def test_kept_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, documents: Documents, chunk: int
 ) -> None:
-    """Blends with the rows of the prompt's own full computation. Every kept row must then get the keys of that
+    """Kept rows, which a blend computes anew, get the keys of the full computation if the cached rows come from this
     computation.
     """
     with steps_of(session, chunk):
@@ -120,8 +121,9 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
 def test_any_layer_but_the_last_may_be_the_check_layer(
     session: EngineSession, stream: int, check_layer: int
 ) -> None:
-    """Compares the keys of the kept rows with those of the full computation, and their attention with attention in
-    plain torch. The control shows that the comparison fails if rows attend one position too far ahead.
+    """Any layer except the last one can be the check layer. Compares the keys of the kept rows with those of the full
+    computation, and their attention with attention in plain torch. In the control, rows attend one position too far
+    ahead, and the comparison fails.
     """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
@@ -148,8 +150,9 @@ def test_any_layer_but_the_last_may_be_the_check_layer(
 def test_kept_rows_beside_loaded_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int, chunk: int
 ) -> None:
-    """Blends with segments that contain the rows of the full computation and come through the load pipeline. In the
-    control the pipeline gives each layer after the check layer the rows of the layer before.
+    """Kept rows get the keys of the full computation even if the other rows come from segments through the load
+    pipeline. In the control, the pipeline gives each layer after the check layer the rows of the layer before, and the
+    keys differ.
     """
     documents = Documents.of(stream % 10_000_000)
     spans = [list(span) for span in documents.spans]
@@ -192,8 +195,9 @@ def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: D
 
 
 def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, stream: int) -> None:
-    """Two blended prompts are computed in chunks. They share steps with each other, with a request that decodes, and
-    with chunks of ordinary prompts. The control puts cached rows one row too early, only in shared steps.
+    """Requests of one batch do not change each other's answers. Two blended prompts are computed in chunks. They share
+    steps with each other, with a request that decodes, and with chunks of ordinary prompts. The control puts cached
+    rows one row too early, but only in shared steps.
     """
     several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
     for each in several:
@@ -204,7 +208,8 @@ def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, 
         return Prompt(ids, answer, f"plain-{salt()}", log_probabilities=True)
 
     def batch() -> list[Prompt]:
-        """Blended prompts, and ordinary ones that still run when the loads of the blended prompts have finished."""
+        """Returns blended prompts, and ordinary prompts that still run when the loads of the blended prompts have
+        finished."""
         blended = [each.blended(0.15, max_tokens=8) for each in several]
         return [*blended, ordinary(40, 1, 60), *(ordinary(200, number, 1) for number in range(2, 12))]
 
@@ -243,7 +248,7 @@ def test_no_other_request_gets_anything_of_a_blended_one(
     session.ask(blended)
     ordinary = session.check_one(documents.plain(salt=""))
     assert ordinary.cached == 0
-    # vLLM's own prefix cache may contain blocks of the blended prompt under this salt.
+    # vLLM's own prefix cache must have no blocks of the blended prompt under this salt.
     again = session.check_one(documents.plain(salt=blended.salt))
     assert again.cached == 0
     session.forget()
@@ -305,8 +310,8 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
 def test_one_damaged_page_costs_its_own_segment(
     session: EngineSession, documents: Documents, damaged: int
 ) -> None:
-    """All segments except the damaged one are reused, and the answer is as if the request had not listed the damaged
-    one. The control shows that the answer with all segments differs.
+    """If one page of a segment is damaged, only this segment is not reused. The answer is as if the request had not
+    listed it. The control shows that the answer with all segments is different.
     """
     rows = "vllm:flexkv_blend_rows_total{kind=reused}"
     good = [span for at, span in enumerate(documents.spans) if at != damaged]
@@ -341,7 +346,8 @@ def test_namespaces_share_no_segment(session: EngineSession, documents: Document
 def test_a_request_that_ends_in_the_middle_leaves_nothing(
     session: EngineSession, documents: Documents, stream: int
 ) -> None:
-    """The aborted request frees its blocks at once, and other requests get them in the middle of their prompts."""
+    """A blended request that is aborted in the middle of its prompt holds no resources afterwards. It frees its blocks
+    at once, and other requests get them in the middle of their prompts."""
     other, later = Prompt.of(300, stream, salt=salt()), Prompt.of(350, stream + 1, salt=salt())
     with steps_of(session, 64):
         reply = session.call(
@@ -364,7 +370,8 @@ def test_a_request_that_ends_in_the_middle_leaves_nothing(
 def test_blended_requests_that_are_preempted_get_their_full_answers(
     session: EngineSession, stream: int
 ) -> None:
-    """Three blended prompts fill the engine's pool and run out of blocks while they generate."""
+    """Blended requests that are preempted get their full answers. Three blended prompts fill the engine's pool, and run
+    out of blocks while they generate."""
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)
         for number in range(3)
@@ -381,8 +388,9 @@ def test_blended_requests_that_are_preempted_get_their_full_answers(
 def test_a_request_whose_blocks_were_taken_is_blended_with_the_same_rows_again(
     session: EngineSession, stream: int
 ) -> None:
-    """A reset preempts two blended requests while they generate, and drops the engine's prefix cache. Their answers do
-    not change. The control shifts the cached rows by one after the reset.
+    """A preempted request is blended again with the same rows. A reset preempts two blended requests while they
+    generate, and drops the engine's prefix cache. Their answers do not change. The control shifts the cached rows by
+    one after the reset.
     """
     names = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed", "unplaced")]
     several = [

@@ -20,7 +20,7 @@ ROUNDING = 1e-4
 READ = "vllm:flexkv_blend_disk_pages_total{direction=read}"
 MISSED = "vllm:flexkv_blend_missed_pages_total"
 PAGES = 19
-"""Number of pages of 16 tokens in the three documents: 6, 5 and 8."""
+"""Number of pages of 16 tokens in all three documents: 6 + 5 + 8."""
 PAGE_BYTES = 2 * 16 * PRESETS["tiny"].layers * PRESETS["tiny"].kv_heads * PRESETS["tiny"].head_size * 4
 NOTHING_HELD = {"live": 0, "pages": 0, "loads": 0, "staged": 0}
 WAIT_S = 0.5
@@ -47,7 +47,7 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def documents(session: EngineSession, stream: int) -> Documents:
-    """Documents whose segments are on disk and no longer in host memory."""
+    """Returns documents whose segments are on disk, but not in host memory."""
     made = Documents.of(stream % 10_000_000)
     made.store(session)
     drop_host(session)
@@ -89,7 +89,7 @@ def test_segments_from_disk_give_the_bits_of_those_from_host_memory(
 def test_kept_rows_beside_rows_from_disk_get_the_keys_of_the_full_computation(
     session: EngineSession, stream: int
 ) -> None:
-    """Blends with rows from disk that are those of the full computation, so every kept row must get the keys of that
+    """Kept rows get the keys of the full computation if the other rows come from disk and are those of the full
     computation. There are two controls: kept rows that attend as one causal sequence, and rows on disk that were
     computed without the text before them.
     """
@@ -114,7 +114,7 @@ STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 
 def only_disk(session: EngineSession) -> None:
-    """Drops the engine's own prefix cache, and every page of flexkv's host memory."""
+    """Drops the engine's own prefix cache, and every page in flexkv's host memory."""
     session.forget()
     assert session.call("drop_host")["left"] == 0
 
@@ -123,8 +123,9 @@ def only_disk(session: EngineSession) -> None:
 def test_the_tiers_give_no_other_request_anything_of_a_blended_one(
     session: EngineSession, documents: Documents, stored: bool
 ) -> None:
-    """flexkv stores pages of a blended prompt neither in host memory nor on disk. The control stores them like those of
-    an ordinary request; a later request then loads them from disk, and its answer differs from the full computation.
+    """No tier serves pages of a blended prompt to another request, because flexkv stores them neither in host memory
+    nor on disk. The control stores them like those of an ordinary request. A later request then loads them from disk,
+    and its answer differs from the full computation.
     """
     [full] = session.ask(documents.plain())
     only_disk(session)
@@ -170,7 +171,8 @@ def test_damaged_segments_on_disk_are_computed(
 
 
 def test_the_next_process_finds_them(engines: Engines, stream: int, tmp_path: Path) -> None:
-    """The first process is killed. The next one uses the stored segments, but only for the same rank and namespace."""
+    """Segments on disk survive a kill of the engine. The next process uses them, but only for the same rank and
+    namespace."""
     first = start_blending(engines, settings(tmp_path))
     documents = Documents.of(stream % 10_000_000)
     documents.store(first)
@@ -200,7 +202,7 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
     documents.store(session)
     drop_host(session)
     session.call("blend_hold_reads")
-    # The blended request is aborted while it waits for its segments; the other request is served meanwhile.
+    # The blended request is aborted while it waits for its segments. Meanwhile the other request is served.
     reply = session.call(
         "abort",
         requests=[documents.blended(0.0).wire(), Prompt.of(77, stream, salt="other").wire()],
@@ -225,14 +227,15 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
 
 
 LAST_RANGE = 3
-"""First layer of the last range. A page of 8 layers is read in several ranges of layers."""
+"""The first layer of the last range of layers. A page of 8 layers is read in several such ranges."""
 
 
 def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Blends twice with `disk.stream`, the second time with a bit flipped in a page's last range of layers. The forward
-    pass then begins again without the damaged segment, and the answer is as if the request had not listed it.
+    """With `disk.stream`, a forward pass begins while the last layers of its segments are still being read. The test
+    blends twice, the second time with a bit flipped in a page's last range of layers. The forward pass then begins
+    again without the damaged segment, and the answer is as if the request had not listed it.
     """
     folder = tmp_path / "segments"
     session = start_blending(
@@ -281,7 +284,8 @@ def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
 def test_preempted_requests_get_their_segments_from_disk_again(
     engines: Engines, folder: Path, stream: int
 ) -> None:
-    """Three blended prompts run out of blocks while they generate; host memory has slots for one prompt's segments."""
+    """A preempted blended request reads its segments from disk again. Three blended prompts run out of blocks while
+    they generate, and host memory has slots for one prompt's segments only."""
     session = start_blending(engines, settings(folder, **{"blend.bytes": 60 * PAGE_BYTES}))
     several = [
         Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)

@@ -32,7 +32,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_family(folder: Path, architecture: str) -> Path:
-    """Writes a model with random weights, with the biases and norms that attention has in its family."""
+    """Writes a model with random weights of the given family. It has the biases and norms that the family's attention
+    has."""
     from safetensors.numpy import save_file
 
     shape = PRESETS["tiny"]
@@ -100,7 +101,8 @@ def _stored(session: EngineSession, documents: Documents) -> Prompt:
     "changed", [{"enforce_eager": False}, {"dtype": "bfloat16"}], ids=["compiled", "bfloat16"]
 )
 def test_other_arithmetic_blends(engines: Engines, stream: int, changed: dict[str, Any]) -> None:
-    """In a compiled model too, the layers of a blended step run one by one. The results are equal up to rounding."""
+    """A compiled model can be blended, too: the layers of a blended step run one by one. The results are equal to those
+    of the full computation up to rounding."""
     session = start_blending(engines, **changed)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
@@ -149,8 +151,9 @@ def check_ranks(found: dict[str, Any]) -> None:
 def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """Compares the kept rows on each rank, for its own heads, with the full computation: with rows in memory, and with
-    rows that the rank's next process reads from disk. The control breaks the mask, which shows on both ranks.
+    """On each of two ranks, every kept row has the keys of the full computation, for the rank's own heads. The test
+    compares rows in memory, and rows that the rank's next process reads from disk. The control breaks the mask, and the
+    keys differ on both ranks.
     """
     disk = {
         "disk.folders": str(tmp_path),
@@ -188,8 +191,8 @@ def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
 def test_a_rank_whose_folder_is_in_use_turns_blending_off_on_both(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The ranks run blending's self-test together when they start. If one of them cannot blend, the other must learn
-    this; otherwise it would wait for the first.
+    """If one rank cannot blend because its folder is in use, both ranks turn blending off. The ranks run blending's
+    self-test together when they start, so a rank that did not learn of the other's failure would wait for it.
     """
     disk = {
         "disk.folders": str(tmp_path),
@@ -226,8 +229,8 @@ def test_without_its_model_class_the_engine_computes_fully(engines: Engines, str
 
 
 def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
-    """Lazy stores are planned when other requests are about to take a request's blocks. No block of a blended request
-    is stored. The control is an ordinary request, whose pages are stored.
+    """Lazy stores store no block of a blended request. They are planned when other requests are about to take a
+    request's blocks. The control is an ordinary request, whose pages are stored.
     """
     session = start_blending(engines, {"store.mode": "lazy"})
     documents = Documents.of(stream % 10_000_000)
@@ -235,7 +238,7 @@ def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream:
     others = iter(range(100))
 
     def stored_of(prompt: Prompt) -> float:
-        """Counts the pages that are stored while other requests take the blocks of a prompt. The blocks of those other
+        """Returns how many pages are stored while other requests take the blocks of a prompt. The blocks of those other
         requests are not stored.
         """
         session.forget()
@@ -273,9 +276,10 @@ def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> Non
 
 
 def test_a_text_separates(engines: Engines, stream: int) -> None:
-    """Separators may be given as text. This engine also uses another system's names for some settings."""
+    """Separators of segments may be given as text. This engine also uses the names that another system has for some
+    settings."""
     names = {"blend.enabled": "enable_blending", "blend.separators": "blend_special_str"}
-    # "w5" is the text of token 5.
+    # "w5" is the text of the token with id 5
     session = start_blending(engines, {"blend.separators": "w5"}, names=names)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)

@@ -1,5 +1,5 @@
-"""Requests that cannot be blended, in a real engine. Each gets the answer of an engine without blending, including log
-probabilities, and the reason is counted.
+"""Requests that a real engine cannot blend. Each gets the answer of an engine without blending, including log
+probabilities, and flexkv counts the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def check_full(session: EngineSession, prompt: Prompt, answer: Answer) -> None:
 def test_control_the_same_prompt_is_blended_where_nothing_is_wrong(
     session: EngineSession, documents: Documents
 ) -> None:
-    """A request without a ratio gets the configured one, so a ratio of 0 must be explicit."""
+    """A control: the same prompt without the faults is blended. A request without a ratio gets the configured ratio, so
+    a ratio of 0 must be given explicitly."""
     before = results(session)
     none, asked, zero = (session.ask(documents.blended(ratio))[0] for ratio in (None, 0.15, 0.0))
     assert new_results(session, before) == {"blended": 3}

@@ -45,8 +45,9 @@ def result(server: HttpServer, result: str) -> float:
 def test_a_server_blends_as_the_engine_in_this_process_does(
     engines: Engines, model: Path, tmp_path: Path, stream: int
 ) -> None:
-    """Documents that were stored one by one are reused in a different order. The tokens are those of an engine without
-    a server. If a request asks for several answers, at most the first is blended; the others are computed in full.
+    """A server blends like an engine in the test's own process. Documents that were stored one by one are reused in a
+    different order. The tokens are those of an engine without a server. If a request asks for several answers, at most
+    the first is blended; the others are computed in full.
     """
     session = start_blending(engines)
     documents = Documents.of(stream % 10_000_000)
@@ -67,12 +68,12 @@ def test_a_server_blends_as_the_engine_in_this_process_does(
         rows = {
             kind: server.metric("vllm:flexkv_blend_rows_total", kind=kind) for kind in ("reused", "computed")
         }
-        # The three ratios are 1, 0.15 and 0: all rows, 15 % of them, and none are computed.
+        # The three requests have the ratios 1, 0.15 and 0: all rows, 15 % of them, and none of them are computed.
         assert sum(rows.values()) == len(RATIOS) * covered
         assert rows["computed"] == covered + round(0.15 * covered)
         assert post(server, documents.blended(0.0), cache_salt=None) == [full]
         assert result(server, "salt") == 1
-        # vLLM refuses several answers at a temperature of 0.
+        # vLLM refuses several answers at a temperature of 0, so this samples with top_k 1
         likeliest = {"temperature": 1.0, "top_k": 1}
         assert post(server, documents.blended(1.0), n=ANSWERS, **likeliest) == [full] * ANSWERS
         assert result(server, "used_salt") >= ANSWERS - 1

@@ -92,7 +92,8 @@ def test_segments_of_any_shape_are_blended_right(
 
 
 def test_a_caller_who_skips_the_prefix_cache_is_blended_too(session: EngineSession, stream: int) -> None:
-    """vLLM does not let a request that skips its prefix cache wait for a connector."""
+    """A blended request may skip the engine's prefix cache, although vLLM does not let such a request wait for a
+    connector."""
     documents = SHAPES["one more token"].documents(stream % 10_000_000)
     documents.store(session)
     before, had = results(session), session.metric(ROWS.format("reused"))

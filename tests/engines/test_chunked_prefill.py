@@ -15,7 +15,8 @@ def test_chunks_are_stored_and_served(engines: Engines, stream: int, load_mode: 
     assert session.check_one(prompt).cached == 0
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    # Half of the prompt is cached. The rest is computed in chunks after the load, beside another chunked prompt.
+    # Half of the longer prompt is cached. The engine loads it, then computes the rest in chunks, beside another chunked
+    # prompt.
     session.forget()
     longer = prompt.then(Prompt.of(700, stream + 1).ids)
     other = Prompt.of(810, stream + 2)

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of a real vLLM engine. Each is an ownership unit with its own host memory and folder."""
+"""Two data-parallel ranks of a real vLLM engine. Each is a unit with its own host memory and folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from .session import Prompt, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 840.0
-"""One process imports vLLM and five more start, which takes minutes if other processes use the cores."""
+"""Time limit, in seconds. One process imports vLLM and five more start, which takes minutes if other processes use the
+cores."""
 
 SMALL = {"gpu_memory_utilization": 0.2}
-"""At its start, each rank claims this share of the node's memory, before vLLM applies the smaller number of blocks."""
+"""At its start, each rank claims this share of the node's memory, before vLLM applies the smaller number of blocks that
+the test sets."""
 
 
 @pytest.mark.timeout(900)
 def test_two_data_parallel_ranks(model: Path, reference: Reference, stream: int, tmp_path: Path) -> None:
-    """Each rank gets hits on the pages that it stored in host memory, and none on those of the other rank."""
+    """Each of two data-parallel ranks gets hits on the pages that it stored in its own host memory, and none on those
+    of the other rank."""
     mine, yours = Prompt.of(300, stream), Prompt.of(260, stream + 1)
     told = connector(
         host__bytes=24 << 20, disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder=32 << 20

@@ -1,5 +1,5 @@
-"""The disk tier under a real engine. The engine's process exits normally or is killed by SIGKILL, and the next process
-serves what was stored. Tests also make host memory too small, and damage slabs between and during runs of engines.
+"""The disk tier of a real engine. The engine's process exits normally or is killed by SIGKILL, and the next process
+serves the stored pages. Tests also make host memory too small, and damage slabs between and during runs of engines.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
 """Host memory for about 58 blocks of the tiny model: three prompts of 600 tokens."""
 FOUR_PROMPTS_HOST_BYTES = 10 << 20
-"""Host memory for four prompts of 600 tokens."""
+"""Bytes of a host memory for four prompts of 600 tokens."""
 QUEUED = 16
 STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
-"""Settings for streaming without prefetches, which would bring pages to host memory while a request waits in the
+"""Settings for streaming. They turn prefetches off, which would bring pages to host memory while a request waits in the
 queue.
 """
 DURABLE_WITHIN_S = 30.0
 DISK_WAIT_S = 600.0
-"""Limit for waits for the disk, longer than any queue of prompts in these tests takes, even on a busy machine."""
+"""Time limit, in seconds, for waits for the disk. Any queue of prompts in these tests takes less, even on a busy
+machine."""
 OF_NO_KV: dict[str, Any] = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 768,
@@ -62,7 +63,8 @@ OF_NO_KV: dict[str, Any] = {
 different values.
 """
 PROMPTS_OF_900 = 6
-"""Number of prompts of 28 blocks each. The engine's own cache has 128 blocks, and host memory about 58."""
+"""Number of prompts of 28 blocks each. Together they do not fit: the engine's own cache has 128 blocks, and host memory
+about 58."""
 
 
 @pytest.fixture
@@ -90,7 +92,8 @@ def start(
     disk: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
-        # The tests check what the disk serves, not how fast. The tiny model often computes faster than the disk reads.
+        # The tests check which pages the disk serves, not how fast. The tiny model often computes faster than the disk
+        # reads.
         "disk__compute_if_faster": False,
     }
     connected = connector(kind, **disk | settings)
@@ -118,7 +121,7 @@ def _wait(session: EngineSession, done: Callable[[], bool], late: str) -> None:
     while not done():
         assert time.monotonic() < ends_s, late
         time.sleep(0.1)
-        # The engine updates its metrics only when it steps.
+        # The engine updates its metrics only in a step, so this sends a prompt.
         session.ask(Prompt.of(5, 7, max_tokens=1))
 
 
@@ -155,8 +158,8 @@ def flip(slab: Path, offsets: Iterable[int]) -> None:
 
 
 def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int, folder: Path) -> None:
-    """Five engine processes use one folder in turn. They end in different ways, and each serves what is still valid.
-    This is one test because engines start slowly.
+    """Five engine processes use one folder in turn. They end in different ways, and each process serves all pages that
+    are still valid. This is one test because engines start slowly.
     """
     first, second, third = Prompt.of(601, stream), Prompt.of(400, stream + 1), Prompt.of(500, stream + 2)
 
@@ -174,7 +177,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     assert session.metric(DISK_READS) >= first.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_HITS) == first.whole_blocks // BLOCK_TOKENS
     session.forget()
-    # Several prompts run at once. One waits for the disk, one is in host memory, and one is new.
+    # Three prompts run at once. One waits for the disk, one is in host memory, and one is new.
     answers = session.check(second, first, third)
     assert [answer.cached for answer in answers] == [second.whole_blocks, first.whole_blocks, 0]
     session.settle()
@@ -192,11 +195,12 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     assert session.check_one(first).cached == 0
     session.settle()
     assert session.metric(FAILED_READS) > 0
-    # Blocks are stored even if their damage on disk is found only after they were computed and offered for a store.
+    # Blocks are stored even if flexkv finds the damage on disk only after the engine has computed them and offered them
+    # for a store.
     assert cached_after_a_late_failure(session, second) == second.whole_blocks
     assert cached_after_a_late_failure(session, third, taken_for_stored=True) == 0, "the control"
 
-    # The recomputed blocks were stored again. After a reset, which means new weights, they are not served.
+    # The engine has stored the recomputed blocks again. After a reset, which means new weights, they are not served.
     session = start(engines, folder)
     assert session.check_one(first).cached == first.whole_blocks
     session.settle()
@@ -208,7 +212,8 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
 def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     engines: Engines, stream: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Changes eight rows of the embedding that are not among the samples by which keys identify the weights."""
+    """If weights are changed in place, no page of the old weights is served. The test changes eight rows of the
+    embedding that are not among the samples by which keys identify the weights."""
     model = tmp_path / "model"
     shutil.copytree(engines.model, model)
     prompt = Prompt.of(601, stream)
@@ -237,8 +242,9 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
 def cached_after_a_late_failure(
     session: EngineSession, prompt: Prompt, taken_for_stored: bool = False
 ) -> int:
-    """Sends a prompt twice, and returns the number of tokens that are hits the second time. The first time, the wait
-    for the damaged disk ends after `disk.wait_s`, and the read of the blocks fails after they have been computed.
+    """Sends a prompt twice, and returns the number of tokens that are hits the second time. The first time, the disk's
+    pages are damaged: the wait for the disk ends after `disk.wait_s`, the engine computes the blocks, and then their
+    read fails.
 
     Args:
         taken_for_stored: for a control, whether stores skip pages that are being read, as if such pages were stored.
@@ -253,8 +259,8 @@ def cached_after_a_late_failure(
 def serve_two_prompts(
     engines: Engines, folder: Path, stream: int, settings: dict[str, Any]
 ) -> tuple[EngineSession, Prompt, int]:
-    """One engine computes two prompts, and the next one gets complete hits on both. Returns the second engine's
-    session, the first prompt, and the number of pages of both prompts.
+    """Lets one engine compute two prompts, and checks that the next engine gets complete hits on both. Returns the
+    second engine's session, the first prompt, and the number of pages of the two prompts.
     """
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     session = start(engines, folder, **settings)
@@ -277,8 +283,9 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
     engines.close_others()
 
-    # The same promise with a damaged slab: flexkv tells the engine which blocks did not arrive, and the engine computes
-    # them. In layerwise loads they fail in the middle of the forward pass, which has already read earlier layers.
+    # flexkv promises the same pages, but the slab is damaged. It reports to the engine which blocks did not arrive, and
+    # the engine computes them. In layerwise loads, the read fails in the middle of the forward pass, which has already
+    # read earlier layers.
     spoil_last_layers(folder)
     session = start(engines, folder, **streaming)
     session.check_one(first)
@@ -293,14 +300,15 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
 def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
-    """Loads bypass host memory through fewer staging slots than a prompt has blocks."""
+    """Pages on disk are loaded directly into the engine's pool. The loads bypass host memory, and use fewer staging
+    slots than a prompt has blocks."""
     straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4, "load__mode": load_mode}
     session, first, pages = serve_two_prompts(engines, folder, stream, straight)
     assert session.metric(STRAIGHT) == pages
     assert session.metric(DISK_READS) == 0, "nothing came up to host memory"
     engines.close_others()
 
-    # In the control, the first prompt comes from the same slab through host memory.
+    # In the control, the first prompt is loaded from the same slab through host memory.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(first).cached == first.whole_blocks
     session.settle()
@@ -308,8 +316,9 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     assert session.metric(DISK_READS) == first.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # With a damaged slab, flexkv tells the engine which blocks did not arrive. The engine computes them and gives the
-    # same answer. In layerwise loads they fail in the middle of the forward pass, which has used their first layers.
+    # The slab is damaged, so flexkv reports to the engine which blocks did not arrive. The engine computes them and
+    # gives the same answer. In layerwise loads, the read fails in the middle of the forward pass, which has already
+    # used earlier layers.
     (spoil_last_layers if load_mode == "layerwise" else spoil)(folder)
     session = start(engines, folder, **straight)
     session.check_one(first)
@@ -325,7 +334,8 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
 def test_stores_go_straight_from_the_engines_pool_to_disk(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """Neither loads nor stores use host memory. Durable pages are still there after the process was killed."""
+    """Pages are stored directly from the engine's pool to disk. Neither loads nor stores use host memory. Durable pages
+    are still there after the process was killed."""
     straight: dict[str, Any] = {"disk__gds": "on", "disk__gds_stores": True, "gds__max_staging_blocks": 4}
     prompt = Prompt.of(601, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS
@@ -367,7 +377,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
     assert session.check_one(prompt).cached == 0
     session = start(engines, folder, **deployed)
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    # The engine updates its metrics only when it steps.
+    # The engine updates its metrics only in a step, so this sends a prompt.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(STRAIGHT) == prompt.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_READS) == 0
@@ -376,7 +386,8 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
 def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """Layers of a load fail in the middle of the forward pass, and the connector does not report this to the engine."""
+    """A control: if the connector does not report lost pages to the engine, the answer is wrong. Layers of a load fail
+    in the middle of the forward pass."""
     streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)
@@ -394,7 +405,8 @@ def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
 def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """Runs as users do: the scheduler's process and the workers' processes are separate and share host memory."""
+    """The disk tier works with two ranks and a scheduler in a process of its own, as users run it. The processes share
+    host memory."""
     session = start(
         engines,
         folder,
@@ -402,16 +414,17 @@ def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
         tensor_parallel_size=2,
         host__bytes=SMALL_HOST_BYTES,
     )
-    # These prompts have more pages than fit in the engine's own cache and host memory together.
+    # These prompts have more pages than fit into the engine's own cache and host memory together.
     prompts = [Prompt.of(900, stream + n, max_tokens=2) for n in range(PROMPTS_OF_900)]
     pages = 0
     for prompt in prompts:
         assert session.check_one(prompt).cached == 0
-        # A page would be lost if it were evicted from host memory before a slow disk has written it.
+        # This waits for the disk: a page would be lost if it were evicted from host memory before a slow disk has
+        # written it.
         pages += prompt.whole_blocks // BLOCK_TOKENS
         wait_written(session, pages)
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
-    # The engine updates its metrics only when it steps.
+    # The engine updates its metrics only in a step, so this sends a prompt.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(DISK_READS) > 0
 
@@ -445,12 +458,12 @@ def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
         session.forget(number)
     assert session.metric("vllm:flexkv_evictions_total") > 0
     assert session.metric(DISK_READS) > 100
-    # Now all prompts run at once. They compete for the few slots of host memory, and each gets slots in turn.
+    # All prompts run at once. They compete for the few slots of host memory, and each prompt gets slots in turn.
     answers = session.check(*prompts)
     assert [answer.cached for answer in answers] == [prompt.whole_blocks for prompt in prompts]
     assert session.metric(NO_ROOM) == 0
     session.settle()
-    # The disk fails while the engine runs. The host tier continues to serve.
+    # The disk fails while the engine runs. Host memory continues to serve.
     for slab in folder.rglob("*.slab"):
         os.truncate(slab, 4096)
     for number, prompt in enumerate(prompts):

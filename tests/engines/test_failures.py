@@ -1,4 +1,5 @@
-"""Loads and stores that fail in different ways. The output must be right every time, except in the controls."""
+"""Loads and stores that fail in different ways. The engine's output must be right every time, except in the
+controls."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ FAILED_LOADS = "vllm:flexkv_failed_pages_total{direction=load,reason=failed}"
 def faulty(
     engines: Engines, rules: list[dict[str, Any]], kind: dict[str, Any] = FAULTY, **settings: Any
 ) -> EngineSession:
-    """Starts a new engine, because fault rules count ops from the engine's start."""
+    """Starts a new engine, because fault rules count ops from the engine's start on."""
     engines.close()
     return engines.get(connector(kind, **settings), {"FAULT_RULES": json.dumps(rules)})
 
 
 def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
-    """Finds the failed loads in the engine's log, which is written at the default level. Returns, for each, the number
-    of failed pages, the number of all its pages, and the reason.
+    """Finds the failed loads in the engine's log, which is written at the default level. For each load, returns the
+    number of failed pages, the number of all pages, and the reason.
     """
     found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
     return [(int(failed), int(pages), reason) for failed, pages, reason in found]
@@ -76,8 +77,8 @@ PAGE_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 3}]
 def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
     """Makes a page of a load fail, so that the engine computes new blocks from it.
 
-    Returns the prompt with all these blocks. By then the engine has recomputed them, given the right answer, and
-    dropped them from its own cache.
+    Returns the prompt with all these blocks. Before it returns, the engine has recomputed them, given the right answer,
+    and dropped them from its own cache.
     """
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
@@ -99,7 +100,8 @@ def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: in
 
 
 def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: Engines, stream: int) -> None:
-    """Shows that the test above would fail if flexkv published the blocks that were computed from a failed load."""
+    """A control: if flexkv published blocks that were computed from a failed load, a later request would get a wrong
+    answer."""
     session = faulty(engines, PAGE_FAILS, CARELESS, load__mode="sync")
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -108,7 +110,8 @@ def test_control_a_careless_connector_serves_what_a_failed_load_led_to(engines: 
 
 
 def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
-    """In lazy mode, one page of a store fails, and one page of a load within a step."""
+    """Answers are right even if a store or a load fails in lazy mode. One page of a store fails, and one page of a load
+    within a step."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "page": 1},
         {"action": "fail", "kind": "load", "nth_op": 0, "page": 2},
@@ -135,8 +138,8 @@ def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
-    """Without digests the damage is not found, and the output changes. So the other tests would fail if a wrong byte
-    were served.
+    """A control: without digests flexkv does not find damaged pages, and the output changes. So the other tests would
+    fail if a wrong byte were served.
     """
     session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
     prompt = Prompt.of(600, stream)
@@ -170,8 +173,8 @@ def test_failed_stores_are_misses(engines: Engines, stream: int) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int, abort: bool) -> None:
-    """A load that is past its deadline is reported only after its copy has ended. Other requests run meanwhile and do
-    not get the blocks that the copy still writes.
+    """If a load is past its deadline, no other request gets its blocks before its copy has ended. The engine reports
+    the load only then. Other requests run meanwhile.
     """
     rules = [{"action": "stall", "kind": "load", "nth_op": 0, "page": 1}]
     session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=30)
@@ -190,7 +193,7 @@ def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int
         assert tuple(reply["requests"][0]["tokens"]) == session.reference.tokens(prompt)
     session.settle()
     assert session.call("requests_held")["held"] == 0
-    # Other requests can use the blocks at once.
+    # After that, other requests can use the blocks at once.
     session.check(*others)
     session.forget()
     session.check(prompt, *others)
@@ -214,8 +217,9 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
 def test_a_request_whose_loads_stay_too_slow_is_computed(
     engines: Engines, stream: int, load_mode: str
 ) -> None:
-    """No page is bad, so flexkv drops none. If it promised the same pages again, the load would fail again as long as
-    copies are slow.
+    """If copies stay too slow, flexkv does not promise the same pages again, and the engine computes the request. No
+    page is bad, so flexkv drops none. Without this rule, loads of the request would fail again as long as copies are
+    slow.
     """
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.2}]
     session = faulty(

@@ -57,8 +57,8 @@ def test_a_hit_equals_cold(engines: Engines, alone: Reference, kept: dict[str, A
 def test_no_engine_is_served_what_another_kept_in_another_type(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:
-    """Three engines with KV of different dtypes use one folder on disk in turn. No engine gets a hit on pages of
-    another, although the pages of two of them have the same size.
+    """No engine gets hits on pages of another dtype, even if they have the same size. Three engines with KV of
+    different dtypes use one folder on disk in turn.
     """
     folder, prompt = tmp_path / "disk", Prompt.of(405, stream)
     for kind in (FP8, OTHER_FP8, BUT_ONE):

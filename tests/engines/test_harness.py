@@ -1,4 +1,4 @@
-"""Tests of the harness itself, without flexkv: its reference, the effect of garbage in blocks, and its deadlines."""
+"""Tests of the harness without flexkv: its reference engine, the effect of garbage in blocks, and its deadlines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .session import Prompt
 
 @pytest.fixture
 def shared_storage(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The configuration of vLLM's example connector, which stores complete prompts as files and loads them within a
-    step.
+    """The configuration of vLLM's example connector. This connector stores complete prompts as files, and loads them
+    within a step.
     """
     folder = tmp_path_factory.getbasetemp() / "shared-storage"
     folder.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def test_spoiling_keeps_off_the_blocks_of_the_engines_own_cache(engines: Engines
 
 
 def test_output_depends_on_the_cached_bytes(engines: Engines, stream: int) -> None:
-    """The control for every comparison with the reference: wrong KV in a block that is hit changes the tokens."""
+    """A control for every comparison with the reference: if a block that is a hit has wrong KV, the tokens change."""
     session = engines.get(None)
     prompt = Prompt.of(301, stream)
     session.forget()

@@ -1,4 +1,4 @@
-"""Hits for prompts that match stored blocks in different ways, loaded between steps and within a step."""
+"""Hits for prompts that match stored blocks in different ways. Loads run between steps or within a step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_next_turn_finds_what_was_generated(session: EngineSession, stream: 
     answer = session.check_one(turn)
     session.forget()
     following = turn.then(answer.tokens).then(Prompt.of(30, stream + 1).ids)
-    # The KV of the last generated token was never computed.
+    # The KV of the last generated token was never computed, so it cannot be stored.
     computed = (200 + 70 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert session.check_one(following).cached == computed
 

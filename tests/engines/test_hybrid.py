@@ -1,5 +1,6 @@
 """A real model with several KV groups: a Gemma 3 with five sliding layers and one full layer, which vLLM serves as six
-groups of one layer each. A hit needs all pages of the full group, and the last window's pages of each sliding group.
+groups of one layer each. A hit needs all pages of the full group, and the pages of the last window in each sliding
+group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
 
 
 def test_a_hit_gives_the_log_probabilities_of_a_cold_answer(hybrid: Any, stream: int) -> None:
-    """In float32 the log probabilities are equal up to rounding, however the prompt is split for computation."""
+    """A hit gives the same log probabilities as an answer that is computed in full. In float32 they are equal up to
+    rounding, however the prompt is split for computation."""
     session = hybrid()
     prompt = Prompt.of(405, stream, log_probabilities=True)
     alone = session.reference.log_probabilities(prompt)
@@ -69,8 +71,8 @@ def test_bytes_stored_are_those_of_the_full_group_and_of_windows(hybrid: Any, st
 
 
 def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> None:
-    """Two prompts share a beginning that does not end at a boundary. The hit ends at the last checkpoint before that
-    point.
+    """A long prompt that matches a stored one up to some token is a hit up to the last checkpoint before this token.
+    Two prompts share a beginning that does not end at a boundary.
     """
     session = hybrid(store__checkpoint_tokens=CHECKPOINT)
     prompt = Prompt.of(700, stream)
@@ -78,15 +80,16 @@ def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> 
     session.forget()
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
-    # A third prompt diverges at the same point. It gets a longer hit, because a boundary is now stored there.
+    # A third prompt diverges at the same token. Its hit is longer, because the second prompt has stored a boundary
+    # there.
     session.forget(seed=2)
     third = prompt.first(500).then(Prompt.of(150, stream + 2).ids)
     assert session.check_one(third).cached == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:
-    """In each load the pages of a different group are damaged, and no digest is checked. Each time the answer changes,
-    so every group is needed.
+    """A control: every KV group is needed for a right answer. In each load the pages of a different group are damaged,
+    and no digest is checked. The answer changes each time.
     """
     session = hybrid([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
     prompt = Prompt.of(405, stream, log_probabilities=True)
@@ -133,7 +136,8 @@ def test_damaged_pages_of_any_group_are_found(hybrid: Any, stream: int) -> None:
 def test_pages_of_all_groups_on_disk_serve_the_next_engine(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, tmp_path: Path, stream: int
 ) -> None:
-    """Runs with two ranks, each of which has a stripe of every page."""
+    """Pages of all KV groups on disk serve the next engine. It has two ranks, and each rank has a stripe of every
+    page."""
     more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     prompt = Prompt.of(700, stream)
     for start in range(2):

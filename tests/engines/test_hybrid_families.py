@@ -1,5 +1,5 @@
-"""Models of several families with windows, chunks and states. Each model is served, and each of its KV groups is
-needed.
+"""Models of several families with windows, chunks and states. Hits on each model give the right answer, and each of its
+KV groups is needed for it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .transformers_models import (
 
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 FAMILIES = [
-    # All layers have windows, so no group has all pages of a prompt.
+    # All layers of this model have windows, so no group has all pages of a prompt.
     pytest.param(write_mistral, 0, 1, 0, 0, id="mistral"),
-    # This model has attention sinks, which are weights of the model and not part of the cache.
+    # This model has attention sinks. They are weights of the model, and not a part of the cache.
     pytest.param(write_gpt_oss, 1, 1, 0, 0, id="gpt-oss", marks=pytest.mark.long),
     pytest.param(write_llama_4, 1, 0, 3, 0, id="llama-4"),
     pytest.param(write_lfm_2, 1, 0, 0, STATE_LAYERS, id="lfm-2", marks=pytest.mark.long),
@@ -50,7 +50,8 @@ def test_a_family_is_served(
     chunks: int,
     states: int,
 ) -> None:
-    """Compares hits with the engine's first answer, which is computed while nothing is cached.
+    """A model of each family gets hits that give the right answer. The test compares them with the engine's first
+    answer, which is computed while nothing is cached.
 
     Args:
         write: writes the model.
@@ -77,7 +78,7 @@ def test_a_family_is_served(
         [answer] = session.ask(prompt)
         assert answer.cached == prompt.whole_blocks
         assert (answer.tokens != cold.tokens) == (group is not None), f"group {group} damaged"
-    # The next token begins a new chunk, so no pages of chunked groups are needed for this hit.
+    # The token after the hit begins a new chunk, so the hit needs no pages of chunked groups.
     whole = Prompt.of(2 * CHUNK + 1, stream + 1)
     [cold] = session.ask(whole)
     session.forget()
@@ -86,7 +87,8 @@ def test_a_family_is_served(
 
 
 def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
-    """Runs a Gemma 4, and compares hits with the engine's first answer, which is computed while nothing is cached."""
+    """A model with heads of two sizes, a Gemma 4, gets hits that give the right answer. The test compares them with the
+    engine's first answer, which is computed while nothing is cached."""
     more: dict[str, Any] = {
         "model": str(write_gemma_4(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
@@ -108,7 +110,8 @@ def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream:
 def test_layers_that_share_kv_in_one_group_are_served(
     engines: Engines, tmp_path: Path, stream: int, base: dict[str, Any]
 ) -> None:
-    """Runs a Gemma 3n. The control overwrites the blocks in the engine's own prefix cache with garbage."""
+    """A model whose layers share KV in one KV group, a Gemma 3n, gets hits that give the right answer. The control
+    overwrites the blocks in the engine's own prefix cache with garbage."""
     ours = engines.another(
         connector(base, load__mode="sync"),
         {"VLLM_USE_V2_MODEL_RUNNER": "0"},
@@ -127,8 +130,8 @@ def test_layers_that_share_kv_in_one_group_are_served(
 
 
 def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
-    """flexkv refuses a Gemma 3n whose layers are in several KV groups. The test also shows the reason: in such a pool
-    vLLM's own prefix cache changes the model's answer.
+    """flexkv refuses a model whose layers share KV in several KV groups, a Gemma 3n. The test also shows the reason: in
+    such a pool, vLLM's own prefix cache changes the model's answer.
     """
     more: dict[str, Any] = {
         "model": str(write_gemma_3n(tmp_path / "model")),

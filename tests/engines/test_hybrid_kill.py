@@ -16,7 +16,8 @@ from .test_kill import DURABLE_WITHIN_S, wait_durable
 
 STORED_PROMPTS, STORES_A_PROMPT = 2, 3 * GROUPS
 STALLED = STORED_PROMPTS * STORES_A_PROMPT + GROUPS + 2
-"""Number of the store op that stalls. It stores a middle group at the second boundary of the last prompt."""
+"""Number of the store op that stalls. This op stores a group in the middle of the second boundary of the last
+prompt."""
 
 
 def test_the_next_engine_takes_over_from_one_killed_between_groups(

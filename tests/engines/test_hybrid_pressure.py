@@ -1,6 +1,5 @@
-"""Many prompts of a model with several KV groups run in turn, and host memory has slots for the pages of only a few.
-Behind host memory there is no disk, or a disk that is also too small. The tests do not determine which pages of a
-prompt stay cached.
+"""Many prompts of a model with several KV groups run in turn, and host memory has slots for the pages of only a few of
+them. There is no disk, or a disk that is also too small. The tests do not require that particular pages stay cached.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ DISK_EVICTIONS = "vllm:flexkv_disk_evictions_total"
 
 
 def play_in_turn(session: EngineSession, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[int]:
-    """Sends the prompts of each pair together, so that two loads compete for slots. Before each pair, drops the
-    engine's own cache. Returns how many tokens of each prompt were hits.
+    """For each pair, drops the engine's own cache and sends the two prompts together, so that their loads compete for
+    slots. Returns how many tokens of each prompt were hits.
     """
     cached: list[int] = []
     for pair in pairs:
@@ -54,7 +53,7 @@ def test_evicted_pages_are_missed_and_no_byte_is_wrong(
         for n, prompt in enumerate(prompts)
     ]
     # Each prompt runs beside a prompt that diverges from the previous one. Then the pairs run in reverse order, because
-    # the pages of the last ones are still cached.
+    # the pages of the pairs that ran last are still cached.
     pairs = [(prompt, branches[n - 1]) for n, prompt in enumerate(prompts)]
     first, again = play_in_turn(session, pairs), play_in_turn(session, reversed(pairs))
     session.settle()

@@ -1,4 +1,5 @@
-"""Resets of the cache of a model with several KV groups: after a reset, no page that was stored before is served."""
+"""Resets of the cache of a model with several KV groups: after a reset, flexkv serves no page that was stored before
+it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from .conftest import FAULTY, Engines
 from .session import EngineSession, Prompt
 
 SLOW_STORES = [{"action": "delay", "kind": "store", "delay_s": 0.01}]
-"""Fault rules that make stores so slow that they are in flight when the reset comes."""
+"""Fault rules that make stores slow, so that they are in flight when the reset comes."""
 FORGETFUL = FAULTY | {"kv_connector": "ForgetfulConnector"}
 
 
@@ -64,7 +65,7 @@ def test_new_weights_with_stores_in_flight(hybrid: Any, engines: Engines, stream
     session.forget()
     [hit] = session.ask(old)
     assert (hit.tokens, hit.cached) == (cold.tokens, old.whole_blocks)
-    # The prompts whose stores the reset interrupted were computed again, with the new weights only.
+    # The engine has computed the prompts whose stores the reset interrupted again, with the new weights only.
     asked = session.ask(*prompts)
     for prompt, answer in zip(prompts, asked, strict=True):
         salted = Prompt(prompt.ids, prompt.max_tokens, salt="nobody else's")

@@ -1,4 +1,4 @@
-"""Engines that share keys give equal answers, and engines with different answers have different keys."""
+"""Engines with the same keys give equal answers. Engines that give different answers have different keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OF_NO_KV: dict[str, Any] = {
     "stream_interval": 3,
     "use_tqdm_on_load": False,
 }
-"""Arguments that seem to affect KV but do not. Each value differs from the one in the other engine tests."""
+"""Arguments that seem to affect KV but do not. Each value differs from the value that the other engine tests use."""
 
 OF_KV: dict[str, Any] = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
 STORED = Prompt.of(601, 3131)
@@ -58,8 +58,8 @@ def folder(all_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def check_shares(session: EngineSession, stream: int) -> None:
-    """Checks that the engine gets hits on what the first engine stored, and that its own computation gives the same
-    answer as an engine without these arguments.
+    """Checks that the engine gets hits on the pages that the first engine stored. Also checks that its own computation
+    gives the same answer as an engine without these arguments.
     """
     assert session.check_one(STORED).cached == STORED.whole_blocks
     assert session.check_one(Prompt.of(601, stream)).cached == 0
@@ -74,7 +74,8 @@ def test_an_argument_that_is_in_no_key_changes_no_answer(
 
 
 def test_a_scheduler_in_another_process_reads_the_same_configuration(engines: Engines, folder: Path) -> None:
-    """vLLM's model loader may change the copy of the configuration that it returns. Keys must not depend on that."""
+    """An engine whose scheduler runs in a process of its own has the same keys as other engines. vLLM's model loader
+    may change the copy of the configuration that it returns, and keys must not depend on these changes."""
     session = start(engines, folder, SEPARATE_CORE)
     assert session.check_one(STORED).cached == STORED.whole_blocks
 
@@ -89,7 +90,8 @@ def test_control_another_rotary_embedding_has_other_answers_and_other_keys(
 
 
 def test_a_llama_4_that_scales_its_queries_has_other_keys(engines: Engines, tmp_path: Path) -> None:
-    """The scheduler and the model run in different processes. Loading the model changes the configuration."""
+    """A Llama 4 that scales its queries has other keys than one that does not. The scheduler and the model run in
+    different processes, and loading the model changes the configuration."""
     shape = {"no_rope_layers": [1, 0, 1, 1], "floor_scale": 16, "attn_scale": 1.0}
     engine: dict[str, Any] = {
         "model": str(write_llama_4(tmp_path / "model")),

@@ -11,7 +11,8 @@ from .session import Prompt
 
 
 def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: int) -> None:
-    """The loop of an engine in a process of its own must step while copies are in flight, and stop afterwards."""
+    """Stores in flight end after the last request. The loop of an engine in a process of its own must step while copies
+    are in flight, and must stop stepping afterwards."""
     rules = [{"action": "delay", "kind": "store", "delay_s": 0.02}]
     session = engines.get(connector(FAULTY), {**SEPARATE_CORE, "FAULT_RULES": json.dumps(rules)})
     prompt = Prompt.of(900, stream, max_tokens=1)
@@ -22,5 +23,5 @@ def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: i
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.call("idle", seconds=4.0)
     quiet = session.call("idle", seconds=3.0)["cpu_share"]
-    # This is only a rough check, because a benchmark measures it: an engine that spins would use a full CPU.
+    # An engine that spins would use a full core. This check is rough; a benchmark measures the exact share.
     assert quiet < 0.3

@@ -48,7 +48,7 @@ def ask(engine: EngineProcess, image: int, name: str = "") -> tuple[list[int], i
 
 
 def answers_alone(model: Path, log: Path, **engine: Any) -> dict[int, list[int]]:
-    """Asks an engine without a connector and a prefix cache about each image, and returns its answers."""
+    """Sends prompts about each image to an engine without a connector and a prefix cache, and returns its answers."""
     with engine_of(model, log, enable_prefix_caching=False, **engine) as alone:
         return {image: ask(alone, image)[0] for image in (CAT, DOG)}
 
@@ -62,7 +62,7 @@ def right(image_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[i
 
 @pytest.fixture
 def start(image_model: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts engines that use the same disk folder; each start first closes the engine before."""
+    """Starts engines that use the same disk folder. Each start first closes the previous engine."""
     started: list[EngineProcess] = []
 
     def start_(
@@ -107,16 +107,16 @@ NAMES: list[tuple[str, dict[str, Any]]] = [
     ("", {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     ("mine", {}),
 ]
-"""For each case, the caller's name for an image and the engine's arguments. With the arguments of the first case, vLLM
-numbers images from 0 in each run.
+"""For each case, the caller's name for an image, and the engine's arguments. With the arguments of the first case, vLLM
+numbers images from 0 in each run, so different images get the same name.
 """
 
 
 def first_images_of_two_runs(
     start: Start, kind: Mapping[str, Any] | None, name: str, engine: dict[str, Any]
 ) -> tuple[list[int], int]:
-    """Runs two engines in turn that give the same name to different images. Returns the second engine's answer, and how
-    many tokens it did not compute.
+    """Runs two engines in turn. Each gives the same name to a different image. Returns the second engine's answer, and
+    how many tokens it did not compute.
     """
     session = start(kind, **engine)
     ask(session.process, CAT, name)
@@ -139,7 +139,7 @@ def test_control_a_name_taken_for_content_serves_another_image(
 
 
 def with_other_means(model: Path, folder: Path) -> Path:
-    """Makes a copy of the model whose processor subtracts different means from an image's pixels."""
+    """Makes a copy of the model whose image processor subtracts different means from an image's pixels."""
     shutil.copytree(model, folder)
     file = folder / "processor_config.json"
     settings = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Requests with the same tokens but different KV: none may get hits on blocks of another."""
+"""Requests with the same tokens but different KV: no such request gets hits on blocks of another one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .session import EngineSession, Prompt
 
 
 def test_prompts_given_as_embeddings(engines: Engines) -> None:
-    """In vLLM all prompts that are given as embeddings have the same token ids, namely zeros, so the ids do not tell
-    them apart.
+    """Prompts that are given as embeddings get no hits on each other's blocks. In vLLM all such prompts have the same
+    token ids, namely zeros, so the ids do not distinguish them.
     """
     session = engines.get(connector(store__partial_blocks=True), enable_prompt_embeds=True)
     alone = engines.another(None, enable_prompt_embeds=True, enable_prefix_caching=False)
@@ -70,8 +70,8 @@ def test_lora_adapters_are_never_served_each_others_pages(
 def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new_one(
     engines: Engines, stream: int, tmp_path: Path, number: int, in_place: bool
 ) -> None:
-    """The adapter's files get new content, but the engine computes with the old content until the adapter is loaded
-    again, under another number or in place.
+    """If an adapter's files get new content at the same path, requests get no hits until the adapter is at a new path.
+    The engine computes with the old content until the adapter is loaded again, under another number or in place.
     """
     session = engines.get(connector(), enable_lora=True, max_lora_rank=8)
     alone = engines.another(None, enable_lora=True, max_lora_rank=8, enable_prefix_caching=False)
@@ -97,7 +97,7 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
     session.forget(1)
     wanted, _ = ask(other, 2, of=alone)
     assert wanted != former
-    # flexkv cannot know with which content the engine computes, so there are no hits, and nothing is stored.
+    # flexkv cannot know with which content the engine computes, so requests get no hits, and nothing is stored.
     assert ask(other, number, in_place) == (wanted, 0)
     session.forget(2)
     assert ask(other, number) == (wanted, 0)
@@ -112,8 +112,9 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
 def test_an_adapter_that_changes_between_its_load_and_its_first_request(
     engines: Engines, stream: int, tmp_path: Path, again: str
 ) -> None:
-    """vLLM computes with the content that it has loaded. After it has evicted the adapter or loaded it again in place,
-    it computes with the new content. The other engine shows which answer is right.
+    """An adapter's files may change between its load and its first request. vLLM computes with the content that it has
+    loaded. After it has evicted the adapter or loaded it again in place, it computes with the new content. The other
+    engine shows which answer is right.
     """
     options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     session, alone = engines.get(connector(), **options), engines.another(None, **options)
@@ -154,8 +155,9 @@ def test_an_adapter_that_changes_between_its_load_and_its_first_request(
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """The adapter's name, number and path and vLLM's hashes stay the same. Only its content shows that the pages on
-    disk belong to the old adapter.
+    """An adapter that was trained again gets no pages of the old adapter from disk. The adapter's name, number and path
+    and vLLM's hashes stay the same over three processes. Only the adapter's content shows that the pages belong to the
+    old one.
     """
     folder, disk = tmp_path / "adapter", tmp_path / "disk"
     prompt = Prompt.of(150, stream)

@@ -1,5 +1,5 @@
-"""Single processes of a running engine are killed in the middle of a load or of stores. The next engine takes over the
-folder and serves the durable pages, and its answers are right.
+"""Single processes of a running engine are killed in the middle of a load or of stores. The next engine uses the same
+folder, serves the durable pages, and gives right answers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from .test_parallel import TWO_RANKS
 
 DURABLE_WITHIN_S = 60.0
 GONE_WITHIN_S = 120.0
-"""Limit for the exit of the remaining processes. A rank first finishes a delayed copy and closes its lanes."""
+"""Time limit, in seconds, for the exit of the remaining processes. A rank first finishes a delayed copy and closes its
+lanes."""
 SLOW_S = 5.0
-"""Time that one page of a load takes on one rank, so that the kill comes while the load is in flight."""
+"""Seconds that one page of a load takes on one rank, so that the kill comes while the load is in flight."""
 
 
 def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> EngineSession:
-    """Starts an engine whose scheduler and two ranks run in their own processes, as in deployment. Processes of the
+    """Starts an engine whose scheduler and two ranks run in their own processes, as users run it. Processes of the
     previous engine may still be exiting.
     """
     settings: dict[str, Any] = {
@@ -60,7 +61,8 @@ def wait_durable(session: EngineSession, stream: int) -> None:
 
 
 def forget(session: EngineSession) -> None:
-    """Drops the engine's own cache. vLLM refuses while blocks are referenced, so this tries until the deadline."""
+    """Drops the engine's own cache. vLLM refuses this while blocks are referenced, so this function repeats the call
+    until the deadline."""
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while not session.call("reset")["done"]:
         assert time.monotonic() < ends_s, "blocks are still held"
@@ -68,7 +70,8 @@ def forget(session: EngineSession) -> None:
 
 
 def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) -> None:
-    """Sends prompts, kills one process while a rank copies, and waits until no process maps flexkv's host memory."""
+    """Sends prompts, kills one process while a rank copies pages, and waits until no process maps flexkv's host
+    memory."""
     asked = [prompt.wire() for prompt in prompts]
     reply = session.call("kill_while_copying", requests=asked, victim=victim)
     assert reply["acted"], "no copy had begun"
@@ -79,18 +82,19 @@ def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) ->
 
 
 def maps_a_pool(pid: int) -> bool:
-    """Tells whether a process maps flexkv's shared host memory, which is not a file in a file system."""
+    """Whether a process maps flexkv's shared host memory. This memory is not a file in a file system."""
     try:
         return "memfd:flexkv-pool" in Path(f"/proc/{pid}/maps").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-@pytest.mark.timeout(2400)  # it starts three engines of three processes each
+@pytest.mark.timeout(2400)  # the test starts three engines of three processes each
 def test_the_next_engine_takes_over_from_one_that_was_killed_in_part(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """This is one test for several kills, because engines start slowly."""
+    """The next engine works and serves the durable pages after a part of the previous engine was killed. This is one
+    test for several kills, because engines start slowly."""
     known, fresh, later = Prompt.of(601, stream), Prompt.of(700, stream + 1), Prompt.of(650, stream + 2)
     folder = tmp_path / "disk"
 

@@ -1,5 +1,5 @@
-"""A real model with multi-head latent attention (MLA) on two ranks. Both ranks have the same latent, so flexkv stores
-one stripe for both.
+"""A real model with multi-head latent attention (MLA) on two ranks. The two ranks have the same latent, so flexkv
+stores one stripe for both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ reproduce an answer.
 """
 
 
-@pytest.mark.timeout(600)  # it starts two engines, one of them with two workers
+@pytest.mark.timeout(600)  # the test starts two engines, one of them with two workers
 def test_a_latent_is_stored_once_and_served_to_both_ranks(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Loads within the forward pass, layer by layer. The output is right even if layers come late or fail."""
+"""Loads within the forward pass, layer by layer. The engine's output is right even if layers come late or fail."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_control_without_the_wait_the_output_is_another(engines: Engines, stream
 def test_a_partial_tail_does_not_overwrite_what_the_forward_writes(
     engines: Engines, stream: int, kind: str
 ) -> None:
-    """The tokens that follow the tail are in the tail's block. vLLM writes them before it waits for the layer. Here
-    every copy comes late.
+    """Loading a partial tail does not overwrite KV that the forward pass writes. The tokens after the tail are in the
+    tail's block, and vLLM writes them before it waits for the layer. In this test every copy comes late.
     """
     slow = {"action": "delay", "kind": "load", "delay_s": 0.02, "times": -1}
     tails: dict[str, Any] = {"store__partial_blocks": True, "store__tokens": "prompt"}
@@ -83,7 +83,7 @@ def test_a_partial_tail_does_not_overwrite_what_the_forward_writes(
     assert (answer.tokens == session.reference.tokens(longer)) is (kind == "FaultyConnector")
     if kind == "FaultyConnector":
         session.forget()
-        # The KV that was computed after the tail was stored, and is right.
+        # The KV that was computed after the tail was stored, and it is right.
         assert session.check_one(longer).cached == 209
 
 
@@ -107,7 +107,7 @@ def test_what_a_failed_layer_led_to_is_not_published(
 
 
 def test_control_a_careless_connector_serves_it(engines: Engines, stream: int) -> None:
-    # All pages fail, because a single page without two of its four layers might not change the output.
+    # All pages fail. If a single page lacked two of its four layers, the output might not change.
     session = faulty(engines, [dict(ALL_PAGES)], CARELESS, **LAYERWISE)
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -126,7 +126,7 @@ def test_damaged_pages_are_found_layer_by_layer(engines: Engines, stream: int) -
 
 
 def test_two_ranks(engines: Engines, stream: int) -> None:
-    """Each rank runs in its own process, and stores are layerwise too."""
+    """Layerwise loads and stores give the right output on two ranks. Each rank runs in its own process."""
     session = engines.get(connector(store__mode="layerwise", **LAYERWISE), TWO_RANKS, tensor_parallel_size=2)
     prompt = Prompt.of(400, stream)
     session.check_one(prompt)

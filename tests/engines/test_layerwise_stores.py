@@ -14,8 +14,8 @@ BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
 
 
 def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stream: int) -> None:
-    """Two prompts run together in chunks, and one of them generates more blocks. Every block in the engine's own cache
-    has an equal page in host memory.
+    """Layerwise stores write the same pages as stores of complete pages. Two prompts run together in chunks, and one of
+    them generates more blocks. Every block in the engine's own cache has an equal page in host memory.
     """
     session = engines.get(connector(**BY_LAYER), max_num_batched_tokens=160, max_num_seqs=4)
     prompts = [Prompt.of(500, stream), Prompt.of(230, stream + 1, max_tokens=70)]
@@ -32,7 +32,8 @@ def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stre
 
 
 def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
-    """With layerwise loads and stores, pages that lack a layer, or were computed from such pages, are not published."""
+    """flexkv publishes no page that lacks a layer, and no page that was computed from such a page. Loads and stores are
+    layerwise, and layers fail or come late."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "layer": 2, "page": 4},
         {"action": "delay", "kind": "store", "layer": 1, "page": 0, "delay_s": 0.05},
@@ -47,7 +48,8 @@ def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks, "offered again, and stored"
     session.forget()
-    # The complete load fails. Layers that were computed from it are in host memory before the failure is reported.
+    # The complete load fails. Layers that the engine computed from it are in host memory before the failure is
+    # reported.
     session.check_one(longer)
     session.settle()
     assert session.metric(FAILED_LOADS) == prompt.whole_blocks // BLOCK_TOKENS

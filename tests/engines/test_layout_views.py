@@ -1,5 +1,5 @@
-"""Views built from vLLM's own placements and tensors, in all physical orders that vLLM supports. vLLM's own indexing is
-the reference.
+"""Views that flexkv builds from vLLM's own placements and tensors, for all physical orders that vLLM supports. vLLM's
+own indexing is the reference.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_vllm_has_the_orders_we_know() -> None:
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_every_order_with_vllms_own_tensors(layout, dtype, kernel_tokens) -> None:
     if kernel_tokens and (layout.is_block_outermost or layout is KVCacheLayout.LHBNC):
-        kernel_tokens = None  # vLLM splits only dense pages into kernel blocks
+        kernel_tokens = None  # vLLM splits only dense pages into kernel blocks, and these pages are not dense
     spec = interface.FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=dtype)
     fixed = (None, LAYERS * spec.page_size_bytes if layout.is_block_outermost else None, None, None, None)
     strides = interface.compute_layout_strides(spec, BLOCKS, LAYERS, layout, fixed_strides=fixed)
@@ -84,8 +84,8 @@ STATES = interface.MambaSpec(
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_states_in_a_pool_that_vllm_allocates(layout: KVCacheLayout) -> None:
-    """Groups of states share memory with an attention group. All blocks have the same size, and states do not fill
-    theirs.
+    """A pool that vLLM allocates, with groups of states that share memory with an attention group, gives the right
+    views. All blocks have the same size, and states do not fill their blocks.
     """
     engine: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),

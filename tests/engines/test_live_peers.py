@@ -1,4 +1,4 @@
-"""Two engines that run at the same time serve each other's prompts. Each continues when the other one ends."""
+"""Two engines that run at the same time serve each other's prompts. Each engine continues when the other one ends."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ LEFT_OUT = "vllm:flexkv_once_pages_total{outcome=left_out}"
 PROMOTED = "vllm:flexkv_once_pages_total{outcome=promoted}"
 WITHIN_S = 60.0
 ROUNDS = 8
-"""Number of prompts within which two ranks find each other. A unit looks for peers twice a second, and less often on a
-busy machine.
+"""Number of prompts after which two ranks must have found each other. A unit looks for peers twice a second, and less
+often on a busy machine.
 """
 TOKENS = 581
 PAGES = (TOKENS - 1) // BLOCK_TOKENS
 
 
 def shared(tmp_path: Path, share: str = "host+disk", **more: Any) -> dict[str, Any]:
-    """Makes a configuration of an engine that shares pages. The engine always reads pages from disk, although the tiny
-    model computes faster.
+    """Makes the configuration of an engine that shares pages. The engine always reads pages from disk, even though the
+    tiny model computes faster than the disk reads.
     """
     return connector(
         peers__share=share,
@@ -77,8 +77,8 @@ def test_a_prompt_computed_in_one_engine_is_a_hit_in_the_other(
 def test_engines_of_six_kv_groups_serve_each_other(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """Pages of each group come from the other engine's host memory: all pages of the full group, and the last window's
-    pages of the other groups.
+    """Engines with six KV groups serve each other's prompts. Pages of each group come from the other engine's host
+    memory: all pages of the full group, and the last window's pages of the other groups.
     """
     more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
     one, other = (
@@ -113,7 +113,8 @@ def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int,
 def test_two_engines_keep_a_prompt_once_and_one_takes_it_over(
     engines: Engines, stream: int, tmp_path: Path, store: str
 ) -> None:
-    """With `peers.store: once`, only one engine keeps the prompt. With `own`, the control, both do."""
+    """With `peers.store: once`, only one of two engines keeps the prompt, and the other takes it over later. With
+    `own`, the control, both engines keep it."""
     told = shared(tmp_path, peers__store=store)
     one, other = engines.another(told), engines.another(told)
     prompt = Prompt.of(TOKENS, stream)
@@ -244,8 +245,9 @@ def test_control_a_model_under_the_name_of_another_is_answered_for_it(
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """`peers.share` is `auto`. The units share because the settings say that two units run on the node. The second rank
-    finds the first while prompts are computed, so the ranks get several prompts, one after the other.
+    """Two data-parallel ranks serve each other's prompts. `peers.share` is `auto`, and the units share because the
+    settings say that two units run on the node. The second rank finds the first while prompts are computed, so the
+    ranks get several prompts, one after the other.
     """
     prompts = [Prompt.of(300, stream + number) for number in range(ROUNDS)]
     told = connector(

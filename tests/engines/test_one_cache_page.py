@@ -33,7 +33,8 @@ ASK_DEADLINE_S = 120.0
 
 
 class Steps:
-    """The settings and commands of the page, changed to use the test's model, free ports, and small pools."""
+    """The settings and commands of docs/one-cache.md, changed so that they use the test's model, free ports, and small
+    pools."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         settings = re.search(r"```yaml\n(.*?)```", STEPS, re.DOTALL)
@@ -54,15 +55,15 @@ class Steps:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the commands `vllm` and `flexkv` are those of the test's Python, and in which units find
-    each other in a folder that no other test uses.
+    """An environment in which the commands `vllm` and `flexkv` are those of the test's Python. Units find each other in
+    a folder that no other test uses.
     """
     runtime = tmp_path / "runtime"
     runtime.mkdir(mode=0o700)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     more = {"PATH": path, "XDG_RUNTIME_DIR": str(runtime), "COLUMNS": "200"}
     return {
-        # Other tests set variables that turn sharing off. Here only the page's settings must apply.
+        # Other tests set variables that turn sharing off. In this test only the page's settings must apply.
         **{name: value for name, value in os.environ.items() if not name.startswith("FLEXKV_")},
         **QUIET_ENVIRONMENT,
         **UNPINNED,
@@ -72,7 +73,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def named_vllm(folder: Path) -> Path:
-    """Makes a folder with metadata of a package named "vllm". The command `vllm` looks up its version under that name,
+    """Makes a folder with metadata of a package named "vllm". The command `vllm` looks up its version under this name,
     but the wheel for CPUs has a different name.
     """
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -87,7 +88,7 @@ def named_vllm(folder: Path) -> Path:
 
 @pytest.fixture
 def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[Steps]:
-    """Runs the page's first step, until both engines answer."""
+    """Runs the page's first step, and waits until both engines answer."""
     steps, log = Steps(model, tmp_path), tmp_path / "engines.log"
     with log.open("wb") as out:
         shell = subprocess.Popen(
@@ -98,7 +99,7 @@ def steps(model: Path, tmp_path: Path, environment: dict[str, str]) -> Iterator[
             stdout=out,
             stderr=out,
             start_new_session=True,
-            # When this process ends, even if it is killed, the kernel sends SIGTERM to the shell, which ends the
+            # When this process ends, even by a kill, the kernel sends SIGTERM to the shell, and the shell ends the
             # engines.
             preexec_fn=partial(die_with_parent, signal.SIGTERM),
         )

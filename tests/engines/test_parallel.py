@@ -28,7 +28,7 @@ SLOW_SECOND_RANK: list[dict[str, object]] = [
     {"action": "delay", "kind": "load", "delay_s": 0.03, "rank": 1},
     {"action": "fail", "kind": "load", "page": 7, "nth_op": 2, "rank": 1},
 ]
-"""Fault rules: every load is slow on rank 1, and a page of the third load fails on that rank."""
+"""Fault rules for two ranks: every load is slow on rank 1, and a page of the third load fails on that rank."""
 
 
 def test_two_ranks_serve_slow_loads_and_one_that_fails_on_one_rank(engines: Engines, stream: int) -> None:
@@ -63,7 +63,7 @@ def test_two_engines_on_one_node_from_one_file(engines: Engines, stream: int, tm
         assert session.check_one(known).cached == known.whole_blocks
         assert session.check_one(unknown).cached == 0
         assert session.metric("vllm:flexkv_host_slots") > 300
-    # One engine ends, and the other continues.
+    # The first engine ends, and the second one continues.
     first.process.close()
     second.forget()
     assert second.check_one(yours).cached == yours.whole_blocks

@@ -1,5 +1,5 @@
-"""flexkv's entry point in `vllm.general_plugins`. vLLM's own loader finds it, so that in every process the connector's
-name is enough.
+"""flexkv's entry point in `vllm.general_plugins`. vLLM's own loader finds and runs it in every process. So a user needs
+to give only the connector's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_m
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with flexkv's package metadata, as `pip install` would write it, made from the working tree."""
+    """A folder with flexkv's package metadata, made from the working tree, as `pip install` would write it."""
     folder = tmp_path_factory.mktemp("metadata")
     command = [sys.executable, "setup.py", "-q", "dist_info", "--output-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -14,8 +14,8 @@ PREFETCHED = "vllm:flexkv_disk_prefetched_pages_total"
 def read_at_first_asks(
     session: EngineSession, busy: Prompt, queued: Prompt, without_hook: bool = False
 ) -> list[int]:
-    """Sends two prompts at once to an engine that runs one at a time. Only the pages of `queued` are on disk. Returns,
-    for each prompt, the number of pages whose read had begun when the scheduler first asked about the prompt.
+    """Sends two prompts at once to an engine that runs one at a time. Only the pages of `queued` are on disk. For each
+    prompt, returns the number of pages whose read had begun when the scheduler first looked up the prompt.
     """
     session.forget()
     session.call("drop_host")
@@ -34,8 +34,8 @@ def test_reads_begin_before_the_scheduler_first_asks(engines: Engines, stream: i
     pages = queued.whole_blocks // BLOCK_TOKENS
     assert session.check_one(queued).cached == 0
     busy = [Prompt.of(300, stream + n, max_tokens=8) for n in (1, 2)]
-    # Both prompts are in the queue before the engine's first step, so the read for the second one has begun even before
-    # the scheduler asks about the first.
+    # Both prompts are in the queue before the engine's first step. So the read for the second prompt has begun even
+    # before the scheduler looks up the first one.
     assert read_at_first_asks(session, busy[0], queued) == [pages, pages]
     assert session.metric(PREFETCHED) == pages
     assert session.metric(DISK_HITS) == pages, "what was prefetched is the disk's"

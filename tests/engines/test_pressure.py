@@ -1,5 +1,5 @@
-"""Engines under pressure. If the pool has too few blocks, the engine preempts requests and evicts blocks. If the host
-tier has too few slots, it evicts pages.
+"""Engines under pressure. If an engine's pool has too few blocks, the engine preempts requests and evicts blocks. If
+host memory has too few slots, flexkv evicts pages.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def test_preempted_requests_resume_right(
 
 
 def _conversations(session: EngineSession, stream: int, count: int, turns: int) -> list[int]:
-    """Runs several conversations, one turn of each at a time. Returns, for each turn after a conversation's first, how
-    many tokens were cached.
+    """Runs several conversations at the same time, turn by turn. For each turn after a conversation's first, returns
+    how many tokens were cached.
     """
     talks = [Prompt.of(330 + 10 * n, stream + n) for n in range(count)]
     cached = []

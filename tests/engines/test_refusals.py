@@ -93,10 +93,11 @@ engine.
 
 @contextmanager
 def names_free(paths: Sequence[Path]) -> Iterator[None]:
-    """Keeps these file names free within the `with` block: renames another engine's files, and renames them back at the
-    end. The processes that map the files do not notice.
+    """Keeps these file names free within the `with` block: renames another engine's files, and at the end gives them
+    their names back. Processes that map the files do not notice it.
 
-    A rank that ends during its start leaves its shared memory behind. This removes it, unless a process still maps it.
+    A rank that ends during its start leaves its shared memory behind. This function removes it, unless a process still
+    maps it.
     """
     aside = {path: path.with_name(f"{path.name}.{uuid4().hex}") for path in paths if path.exists()}
     for path, other in aside.items():
@@ -120,7 +121,7 @@ def mapped_files() -> set[str]:
         try:
             lines = maps.read_text().splitlines()
         except OSError:
-            continue  # the process has ended, or belongs to another user, whose files this user cannot remove anyway
+            continue  # the process has ended, or belongs to another user, whose files this user cannot remove
         found |= {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return found
 
@@ -150,7 +151,7 @@ def no_leftovers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_leftovers")
 def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:
-    """Runs each rank in its own process, as torchrun starts them."""
+    """flexkv refuses ranks of an external launcher. The test runs each rank in its own process, as torchrun does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,6 +1,6 @@
-"""A store that machines share, behind a real engine. What one engine computes serves the next engine, which starts
-empty. Values are damaged or forged, and processes are killed. Every answer is right, except that a forged value changes
-it.
+"""A store that machines share, used by a real engine. Prompts that one engine computes are hits in the next engine,
+which starts empty. Values are damaged or forged, and processes are killed. Every answer is right, except that a forged
+value changes it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ WITHIN_S = 60.0
 STORE_CALL_S = 10.0
 CHILD_S = 280.0
 TOKENS, HALF = 581, 321
-"""Lengths, in tokens, at which a prompt is stored part by part. They are chosen so that the answer fills no further
+"""Lengths, in tokens, at which a prompt is stored part by part. With these lengths, the answer does not fill another
 block.
 """
 
 TICK = Prompt.of(5, 7, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
-"""A prompt that makes the engine step once more. In each step the engine updates its metrics and polls the tier."""
+"""A prompt that makes the engine step once more. In each step the engine updates its metrics, and flexkv polls the
+remote tier."""
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +67,17 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def client(redis: RedisServer) -> Iterator[Store]:
-    """A client of the store that belongs to the test, not to an engine."""
+    """A client of the store that belongs to the test, and not to an engine."""
     store = open_store(StoreOptions((redis.url,)))
     yield store
     store.close()
 
 
 def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
-    """Makes settings with generous time limits, because the tests check what the store serves, not how fast."""
+    """Makes settings with generous time limits, because the tests check which pages the store serves, not how fast."""
     patient: dict[str, Any] = {"remote__probe_s": 10.0, "remote__wait_s": 30.0, "remote__get_s": 4.0}
-    # The tiny model computes faster than any store can be read, and flexkv must not compute instead of reading.
+    # The tiny model computes faster than any store can be read. This setting keeps flexkv from computing instead of
+    # reading.
     return {"remote__urls": redis.url, "disk__compute_if_faster": False} | patient | more
 
 
@@ -114,7 +116,7 @@ def lose_host(session: EngineSession, seed: int = 1) -> None:
 
 
 class Grown:
-    """Measures by how much some metrics of an engine have increased."""
+    """Measures by how much some metrics of an engine have increased since the object was made."""
 
     def __init__(self, session: EngineSession, *names: str) -> None:
         self._session, self._names = session, names
@@ -156,7 +158,7 @@ def write(client: Store, name: str, value: np.ndarray) -> None:
 
 def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
     """Writes the page of the value `other` under `name`, with a valid digest. Anybody who may write to the store can do
-    this.
+    the same.
     """
     value = read(client, other, form.value_bytes)
     slot, trailer = np.zeros(4 * form.value_bytes, np.uint8), np.zeros(form.trailer_bytes, np.uint8)
@@ -173,7 +175,8 @@ def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
 def test_what_an_engine_computed_serves_the_next_one(
     engines: Engines, redis: RedisServer, client: Store, stream: int
 ) -> None:
-    """The second engine also reads a damaged value and a forged one. This is one test because engines start slowly."""
+    """Prompts that one engine computed are hits in the next engine, which reads them from the store. This engine also
+    reads a damaged value and a forged one. This is one test because engines start slowly."""
     prompt, other = Prompt.of(TOKENS, stream), Prompt.of(500, stream + 1)
     pages = prompt.whole_blocks // BLOCK_TOKENS
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
@@ -202,7 +205,8 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, pages, pages, 0)
 
-    # A bit is flipped in one value. Its page is missed, recomputed together with the pages after it, and written again.
+    # A bit is flipped in one value. Its page is a miss. The engine recomputes it and the pages after it, and they are
+    # written again.
     form = value_format(session)
     value = read(client, page_10, form.value_bytes)
     damaged = value.copy()
@@ -220,7 +224,7 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert np.allclose(kv_again, kv, atol=1e-4)
     lose_host(session)
 
-    # In the control, a wrong value has a valid digest. flexkv does not detect it, but the answer changes.
+    # In the control, a wrong value has a valid digest. flexkv does not detect it, and the answer changes.
     forge(form, client, page_10, min(half))
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks
@@ -232,7 +236,7 @@ def test_what_an_engine_computed_serves_the_next_one(
 
 
 def in_the_store_alone(session: EngineSession, stream: int) -> list[Prompt]:
-    """Makes two prompts whose pages are in the store and nowhere else."""
+    """Makes two prompts whose pages are in the store, and neither in the engine nor in host memory."""
     prompts = [Prompt.of(601, stream), Prompt.of(500, stream + 1)]
     session.check(*prompts)
     wait_written(session)
@@ -320,8 +324,9 @@ def test_a_reset_with_gets_in_flight_takes_nothing_from_the_store(
 def test_a_disk_has_the_beginning_and_the_store_the_rest(
     engines: Engines, redis: RedisServer, tmp_path: Path, stream: int
 ) -> None:
-    """The engine that fills the disk belongs to another tenant, so it finds nothing in the store. It is the control for
-    the tests in which an engine gets hits from the store.
+    """A prompt can have its first pages on disk and its later pages in the store. The engine that fills the disk
+    belongs to another tenant, so it finds nothing in the store. This is also the control for the tests in which an
+    engine gets hits from the store.
     """
     prompt = Prompt.of(TOKENS, stream)
     on_disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": SLAB_BYTES}
@@ -386,7 +391,8 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
 def test_two_ranks_read_what_two_ranks_have_written(
     engines: Engines, redis: RedisServer, stream: int
 ) -> None:
-    """Runs as users do: the scheduler is in its own process, and its helper reads into memory that both ranks share."""
+    """Two ranks read pages from the store that two ranks have written. As in service, the scheduler is in its own
+    process. Its helper reads into memory that the two ranks share."""
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
     prompt = Prompt.of(TOKENS, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS

@@ -40,7 +40,7 @@ def session(engines: Engines, folder: Path) -> EngineSession:
 
 @pytest.fixture
 def ask(session: EngineSession, stream: int) -> Ask:
-    """Sends the test's prompt with settings, after the engine's own cache was dropped. Returns the number of cached
+    """Drops the engine's own cache, then sends the test's prompt with the given settings. Returns the number of cached
     tokens.
     """
     prompt = Prompt.of(TOKENS, stream)
@@ -97,7 +97,7 @@ def test_only_named_tiers_are_read(
 ) -> None:
     ask()
     for number in range(1, 4):
-        # These prompts evict the test's prompt from host memory.
+        # These prompts fill host memory, so flexkv evicts the test's prompt from it.
         session.check_one(Prompt.of(900, stream + number))
     assert ask(name, without_disk, **{"flexkv.skip_save": True}) == 0
     assert ask(name, with_disk) == WHOLE
@@ -122,7 +122,8 @@ def test_namespaces_share_nothing(ask: Ask) -> None:
 
 
 def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
-    """Runs after the other tests, which record the names that they try."""
+    """Every setting in docs/requests.md was tried. This test runs after the others, which record the names that they
+    try."""
     tests = [item for item in request.session.items if item.path == request.path]
     if len(tests) > 10:
         assert NAMES.keys() - TRIED == {"flexkv.blend"}, "test_blend.py tries it"
@@ -154,14 +155,15 @@ def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) ->
 def test_a_session_changes_its_settings(
     session: EngineSession, stream: int, first: dict[str, Any], second: dict[str, Any], blocks: int
 ) -> None:
-    """Runs a session of two pieces of four and a half blocks each. The first set of parameters is the control."""
+    """The pieces of a streaming session can have different settings. The session has two pieces of four and a half
+    blocks each. The first set of parameters is the control."""
     tokens = run_pieces(session, stream, first, second)
     assert session.check_one(Prompt((*tokens, 1))).cached == blocks * BLOCK_TOKENS
 
 
 def run_pieces(session: EngineSession, stream: int, *extras: dict[str, Any]) -> list[int]:
     """Runs a streaming session with one piece per element of `extras`, then drops the engine's own cache. Returns the
-    tokens of the session's full blocks.
+    tokens in the session's full blocks.
     """
     session.forget()
     pieces = [Prompt.of(4 * BLOCK_TOKENS + 16, stream + n, max_tokens=1) for n in range(len(extras))]

@@ -30,8 +30,8 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
 def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
     engines: Engines, stream: int, steps: int
 ) -> None:
-    """A reset of the engine's own cache preempts running requests. The next step looks them up again, and gets hits on
-    their pages.
+    """A request that is preempted and resumed in one step loads its stored pages. A reset of the engine's own cache
+    preempts running requests. The next step looks them up again, and gets hits on their pages.
     """
     session = engines.get(connector())
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
@@ -59,11 +59,11 @@ def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
 
 
 SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "delay_s": 0.01}])}
-"""Makes stores so slow that they are in flight when the reset comes."""
+"""Makes stores slow, so that they are in flight when the reset comes."""
 
 
 def reset_during_stores(session: EngineSession, stream: int, steps: int, **how: Any) -> list[Prompt]:
-    """Resets the cache while the prompts' blocks are being stored. Returns the prompts when all of them have been
+    """Resets the cache while the prompts' blocks are being stored. Returns the prompts after all of them have been
     answered.
     """
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
@@ -96,7 +96,7 @@ def retrained(engines: Engines) -> Reference:
 
 
 def changed(engines: Engines, call: str, **arguments: Any) -> Reference:
-    """An engine without a connector whose weights `call` has changed."""
+    """An engine without a connector, whose weights were changed by `call`."""
     session = engines.another(None, enable_prefix_caching=False)
     session.call(call, **arguments)
     return Reference(session.process)
@@ -138,7 +138,8 @@ def test_control_without_a_reset_old_weights_answer(
 def test_new_weights_without_a_reset(
     engines: Engines, stream: int, model: Path, tmp_path: Path, call: str
 ) -> None:
-    """The engine's weights change, and only the engine's own cache is reset."""
+    """If the engine's weights change, flexkv serves no page of the old weights, even if only the engine's own cache is
+    reset."""
     arguments = {}
     if call == "reload_weights":
         arguments["folder"] = str(write_model(tmp_path, "tiny", seed=1))
@@ -187,7 +188,8 @@ def test_a_reset_right_after_the_last_token(engines: Engines, stream: int) -> No
 @pytest.mark.parametrize(
     "steps", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("load_mode", ["async", "sync"])  # outer loop: consecutive cases share an engine
+# the outer loop, so that consecutive cases share an engine
+@pytest.mark.parametrize("load_mode", ["async", "sync"])
 def test_aborts_at_any_step_leave_nothing_behind(
     engines: Engines, stream: int, load_mode: str, steps: int
 ) -> None:

@@ -1,5 +1,5 @@
-"""A real API server. After SIGTERM, the pages of host memory are kept on disk. A reset drops the pages in host memory
-and on disk.
+"""A real API server. After SIGTERM, the pages of host memory are written to disk and stay there. A reset drops the
+pages in host memory and on disk.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
 
 def check_series_before_the_first_request(server: HttpServer) -> None:
     """Checks that every metric is exported before the first request. If a counter appeared only with its first
-    increment, a rate over it would miss that increment.
+    increment, a rate over it would miss this increment.
     """
     for metric in METRICS.values():
         name = f"vllm:{metric.name}" + ("_count" if metric.kind is MetricKind.HISTOGRAM else "")
@@ -73,15 +73,15 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
 
 
 def reset(server: HttpServer, path: str) -> None:
-    """Resets the cache. While a copy is in flight a reset fails, so this repeats it, as the docs advise."""
+    """Resets the cache. A reset fails while a copy is in flight, so this function repeats it, as the docs advise."""
     ends_s = time.monotonic() + RESET_DEADLINE_S
     while not server.post(path)["success"]:
         assert time.monotonic() < ends_s, server.log_tail()
 
 
 def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
-    """Calls a route, or a method of the workers, then sends a prompt and checks the answer. Returns how many of the
-    prompt's tokens were hits.
+    """Calls a route of the server, or a method of the workers. Then sends a prompt and checks the answer. Returns how
+    many of the prompt's tokens were hits.
     """
     before = server.metric(HITS)
     if not path.startswith("/"):
@@ -104,7 +104,7 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
         expected = server.complete(ids, MAX_TOKENS)
         assert (
             server.metric(PAGES, direction="write") == 0
-        )  # so what the next server finds on disk was written at the orderly end
+        )  # nothing is on disk yet, so the pages that the next server finds were written at the orderly end
         server.terminate()
     with serve() as server:
         assert server.complete(ids, MAX_TOKENS) == expected
@@ -114,10 +114,11 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
             ("/reset_prefix_cache", whole),  # drops only the engine's own cache
             ("/pause?clear_cache=false", whole),
             ("/reset_prefix_cache?reset_external=true", 0),
-            ("/reset_prefix_cache", whole),  # the prompt was stored again after the previous reset
+            # a hit, because the prompt was stored again after the previous reset
+            ("/reset_prefix_cache", whole),
             ("/pause", 0),
             ("get_model_inspection", whole),
-            ("reload_weights", 0),  # loads the same weights, which flexkv does not know
+            ("reload_weights", 0),  # loads the same weights, but flexkv cannot know that they are the same
             ("/reset_prefix_cache", whole),
         ]:
             assert hits_after(server, path, ids, expected) == tokens, path

@@ -1,4 +1,5 @@
-"""A real model with fewer KV heads than ranks. Both ranks have the same head, so flexkv stores one stripe for both."""
+"""A real model with fewer KV heads than ranks. The two ranks have the same head, so flexkv stores one stripe for
+both."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .transformers_models import HEAD, LLAMA_LAYERS, write_llama_with_one_kv_hea
 from .two_ranks import check_stored_once, start_two_ranks
 
 
-@pytest.mark.timeout(600)  # it starts two engines, one of them with two workers
+@pytest.mark.timeout(600)  # the test starts two engines, one of them with two workers
 def test_a_head_is_stored_once_and_served_to_both_ranks(
     engines: Engines, tmp_path: Path, stream: int
 ) -> None:

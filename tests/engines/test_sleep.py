@@ -20,7 +20,7 @@ SLOW = {
         [{"action": "delay", "kind": kind, "delay_s": 0.01} for kind in ("store", "load")]
     )
 }
-"""Makes stores so slow that they are in flight when the engine is sent to sleep."""
+"""Fault rules that make stores slow, so that they are in flight when the engine is sent to sleep."""
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_what_the_docs_say_is_left_after_a_call(
 
 
 def test_an_engine_in_processes_of_its_own_steps_until_nothing_moves(engines: Engines, stream: int) -> None:
-    """The scheduler cannot end copies of workers in other processes. If a copy were in flight at the reset, vLLM's
-    sleep would raise.
+    """An engine that goes to sleep first steps until no copy is in flight, because the scheduler cannot end copies of
+    workers in other processes. If a copy were in flight at the reset, vLLM's sleep would raise.
     """
     session = engines.get(connector(SLEEPY), SLOW | SEPARATE_CORE)
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]

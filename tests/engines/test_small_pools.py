@@ -1,4 +1,5 @@
-"""An engine whose pool is little larger than one prompt. A prompt that fits in host memory is stored completely."""
+"""An engine whose pool is little larger than one prompt. Every prompt that fits into host memory is stored
+completely."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from .session import BLOCK_TOKENS, EngineSession, Prompt
 
 PAGES = 34
 POOL_BLOCKS = int(1.2 * PAGES) + 2
-"""Blocks in the engine's pool: 1.2 times those of a large prompt, one for the answer, and the null block."""
+"""Number of blocks in the engine's pool: 1.2 times those of a large prompt, one for the answer, and the null block."""
 OTHERS = 7
 PAGE_BYTES = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
 ENGINE: dict[str, Any] = {
@@ -31,12 +32,12 @@ def large(stream: int, max_tokens: int = 2) -> Prompt:
 
 
 def small(stream: int) -> list[Prompt]:
-    """Makes seven prompts that each use one block and do not fill it."""
+    """Makes seven prompts. Each of them needs one block and does not fill it."""
     return [Prompt.of(20 + n, stream + 1 + n, max_tokens=5) for n in range(OTHERS)]
 
 
 def start(engines: Engines, **settings: Any) -> EngineSession:
-    """Starts an engine whose host memory has slots for two large prompts and little more."""
+    """Starts an engine whose host memory has slots for two large prompts and a few more pages."""
     return engines.get(connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, **settings), **ENGINE)
 
 
@@ -46,8 +47,8 @@ def check_stored_whole(session: EngineSession, prompt: Prompt) -> None:
 
 
 def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
-    """The prompt runs alone, then beside others. Few pages may be in flight, so most pages are stored after the request
-    has ended.
+    """A prompt is stored completely, whether it runs alone or beside others. Few pages may be in flight, so most pages
+    are stored after the request has ended.
     """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     alone, beside = large(stream), large(stream + 100)
@@ -60,8 +61,8 @@ def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
 
 
 def test_what_the_next_prompt_needs_is_not_waited_for(engines: Engines, stream: int) -> None:
-    """Each large prompt takes the blocks of the previous one before all of them are stored. Every answer is right, and
-    the pages that were not stored are counted.
+    """If the next prompt needs blocks that are not stored yet, the engine does not wait for the store. Each large
+    prompt takes the blocks of the previous one. Every answer is right, and the pages that were not stored are counted.
     """
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     before = session.metric(DROPPED)
@@ -90,8 +91,8 @@ def test_an_aborted_request_and_a_reset_leave_nothing_held(engines: Engines, str
 
 
 def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
-    """Several large prompts are sent at once, and each gets the blocks of the previous one. Afterwards every page is in
-    the engine's own prefix cache or stored.
+    """Lazy stores lose no page. Several large prompts are sent at once, and each gets the blocks of the previous one.
+    Afterwards every page is in the engine's own prefix cache, or stored by flexkv.
     """
     session = engines.get(
         connector(host__bytes=4 * PAGES * PAGE_BYTES, store__mode="lazy"),
@@ -109,7 +110,7 @@ MODES = [(store, load) for store in ("eager", "layerwise") for load in ("async",
 
 
 def check_alone_and_beside(session: EngineSession, stream: int) -> None:
-    """Checks that a prompt is stored completely if it runs alone, and if it runs beside seven others."""
+    """Checks that a prompt is stored completely if it runs alone, and also if it runs beside seven others."""
     alone, beside = large(stream), large(stream + 100)
     session.check_one(alone)
     check_stored_whole(session, alone)
@@ -131,7 +132,8 @@ def test_every_mode_stores_a_prompt_whole(
 
 @pytest.mark.long
 def test_every_mode_is_right_with_async_scheduling(engines: Engines, stream: int) -> None:
-    """With async scheduling two batches are in flight, so vLLM finds the end of a request one step late."""
+    """In every mode, answers are right with async scheduling. Two batches are then in flight, so vLLM finds the end of
+    a request one step late."""
     session = engines.get(
         connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, store__inflight_pages=FEW_IN_FLIGHT),
         async_scheduling=True,

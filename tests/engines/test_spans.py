@@ -32,7 +32,7 @@ class Collector(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1/traces"
 
     def spans(self) -> Spans:
-        """Returns the attributes of all spans received so far, by the span's name."""
+        """Returns the attributes of all spans received so far, by the name of the span."""
         found: Spans = {}
         for request in list(self.requests):
             for resource in ExportTraceServiceRequest.FromString(request).resource_spans:
@@ -101,5 +101,5 @@ def test_ops_are_spans_beside_the_engines_own(
         (load,) = arrived(collector, "flexkv load from host memory")
         assert (load["flexkv.pages"], load["flexkv.failed_pages"]) == (pages, 0)
         own = [str(span["gen_ai.request.id"]) for span in arrived(collector, "llm_request", count=2)]
-        # The engine's id of a request is the front end's id with a suffix.
+        # The engine's id of a request is the front end's id plus a suffix.
         assert any(str(load["gen_ai.request.id"]).startswith(name) for name in own), (load, own)

@@ -25,12 +25,13 @@ GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
 """Tokens per block. vLLM chooses the number so that a block of attention is as large as a state."""
 PART_TOKENS, PART_BLOCKS = 640, 2
-"""Size of the largest part of a prompt that vLLM computes in one step, in tokens and in full blocks."""
+"""Size of the largest part of a prompt that vLLM computes in one step: in tokens, and in full blocks."""
 MOST_ASKED = 10
 """The largest number of times that a prompt is sent until all its states are stored."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
-    # Without this setting, vLLM chooses float32 only on a CPU with AVX512-BF16, else bfloat16 and smaller blocks.
+    # Without this setting, vLLM chooses float32 only on a CPU with AVX512-BF16, and otherwise bfloat16 and smaller
+    # blocks.
     "mamba_ssm_cache_dtype": "float32",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
@@ -39,7 +40,7 @@ DAMAGED_LOADS = [
     *({"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)),
     {"action": "delay", "kind": "store", "delay_s": 0.01},
 ]
-"""Fault rules that damage the pages of a different group in each load, and make stores slow."""
+"""Fault rules. In each load they damage the pages of a different KV group. They also make stores slow."""
 LATE = FAULTY | {"kv_connector": "LateConnector"}
 TALKATIVE = FAULTY | {"kv_connector": "TalkativeConnector"}
 CHECKPOINT = {"store__checkpoint_tokens": PART_BLOCKS * BLOCK_TOKENS}
@@ -55,11 +56,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alone:
-    """The reference: an engine with vLLM's own prefix cache and no connector. Answers must equal its answers.
+    """The reference: an engine with vLLM's own prefix cache and no connector. flexkv's answers must equal its answers.
 
     In bfloat16 the last bits of a state depend on the parts in which a prompt was computed, and an answer may depend on
-    these bits. So a hit is compared with a hit of the same length in vLLM's own cache. If the answers differ, it is
-    compared with the reference's answer to the prompt alone, without a hit.
+    these bits. So a test compares a hit with a hit of the same length in vLLM's own cache. If the answers differ, it
+    compares the hit with the reference's answer to the prompt alone, without a hit.
     """
 
     def __init__(self, process: EngineProcess) -> None:
@@ -123,15 +124,15 @@ def states(engines: Engines, qwen: Path) -> Callable[..., EngineSession]:
 
 
 def whole(prompt: Prompt) -> int:
-    """Returns the length of the longest hit that a prompt can have, in tokens."""
+    """Returns the length of the longest hit that the prompt can have, in tokens."""
     return (len(prompt.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def store_whole(session: EngineSession, alone: Alone, prompt: Prompt) -> int:
     """Sends a new prompt repeatedly until all its pages are stored. Returns their number.
 
-    While a prompt is computed, the engine reuses the block of an earlier state of the prompt. If the copy of that state
-    has not ended by then, which happens on a busy machine, the state is not stored.
+    While a prompt is computed, the engine reuses the block of an earlier state of the prompt. On a busy machine, the
+    copy of that state may not have ended by then. The state is then not stored.
     """
     for _ in range(MOST_ASKED):
         stored, cancelled = session.metric(STORED), session.metric(CANCELLED)
@@ -147,13 +148,13 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
     session = states(**CHECKPOINT)
     prompt = Prompt.of(1000, stream)
     cold = alone.answer(prompt)
-    boundaries = 2  # the end of the first part, and the last block
+    boundaries = 2  # states are stored at the end of the first part, and at the end of the last block
     assert store_whole(session, alone, prompt) == whole(prompt) // BLOCK_TOKENS + STATE_LAYERS * boundaries
     session.forget()
     [hit] = session.ask(prompt)
     assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
-    # The last stored state lies before the end of the prompt. It also serves the next turn of the conversation, and
-    # prompts that diverge after it.
+    # The last stored state belongs to a boundary before the end of the prompt. So it also serves the next turn of the
+    # conversation, and prompts that diverge after this boundary.
     session.forget(seed=2)
     turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
     assert alone.check(session, turn, prompt) == whole(prompt)
@@ -164,8 +165,8 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
 
 
 def test_a_state_whose_copy_outlasts_its_block_is_lost(states: Any, alone: Alone, stream: int) -> None:
-    """All copies stall while the prompt is computed. The states of the first part are not stored; those at the last
-    boundary are.
+    """If the engine reuses a state's block before its copy has ended, the state is not stored. All copies stall while
+    the prompt is computed. The states of the first part are lost; those at the last boundary are stored.
     """
     session = states([{"action": "stall", "kind": "store"}], **CHECKPOINT)
     stored, cancelled = session.metric(STORED), session.metric(CANCELLED)
@@ -203,8 +204,8 @@ def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
 def test_states_that_end_within_blocks_are_not_taken_for_others(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """If vLLM hashes parts of blocks, it also keeps states at lengths that are not block boundaries. flexkv must not
-    mistake the blocks of these states for states at a boundary.
+    """flexkv does not mistake states within a block for states at a block boundary. If vLLM hashes parts of blocks, it
+    also keeps states at lengths that are not block boundaries.
     """
     session = states(engine={"prefix_match_unit": 32})
     prompt = Prompt.of(1000, stream)
@@ -218,11 +219,11 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
 
 
 def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
-    """In each load the pages of a different group are damaged, and no digest is checked. Each time the answer changes,
-    so every group is needed.
+    """A control: every KV group is needed for a right answer. In each load the pages of a different group are damaged,
+    and no digest is checked. The answer changes each time.
     """
     session = states(DAMAGED_LOADS)
-    # Few tokens follow the hit, because the effect of a state fades.
+    # Few tokens follow the hit, because the effect of a wrong state fades.
     prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
     [cold] = session.ask(prompt)
     for group in range(GROUPS):
@@ -249,10 +250,12 @@ def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
 def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """A state is needed only for hits that end at its own boundary, so if it fails, a shorter hit is possible. The
-    attention group's first page is needed for every hit.
+    """If a page fails to load, a hit at an earlier boundary is used where possible. A state is needed only for hits
+    that end at its own boundary, so after its failure a shorter hit is possible. The attention group's first page is
+    needed for every hit.
     """
-    # The first prompt has three loads of GROUPS ops each: one that fails, a shorter one, and a complete one.
+    # For the first prompt there are three loads of GROUPS ops each: a load that fails, a shorter one, and a complete
+    # one.
     failing = (GROUPS - 1, 3 * GROUPS)
     rules = [{"action": "fail", "kind": "load", "nth_op": op, "page": 0} for op in failing]
     session = states(rules, **CHECKPOINT)
@@ -310,7 +313,8 @@ def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alon
 def test_two_ranks_serve_states_from_disk_after_a_restart(
     engines: Engines, qwen: Path, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine is killed. Each of its two ranks had stored a stripe of every state."""
+    """Two ranks load states from disk after a restart. The first engine is killed. Each of its two ranks had stored a
+    stripe of every state."""
     prompt = Prompt.of(1000, stream)
     answers = []
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""Store modes: which blocks are stored and when, also through `FlexKVConnectorV1`, the connector class for flexkv that
-vLLM ships.
+"""Store modes: which blocks are stored, and when. Also the modes with `FlexKVConnectorV1`, vLLM's own connector class
+for flexkv.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def test_without_the_engines_prefix_caching_lazy_stores_are_eager(engines: Engin
 
 
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
-    # Lazy stores look two steps ahead. Steps are short here, so that the engine hands out the pool's unused blocks
-    # first.
+    # Lazy stores look two steps ahead. Steps in this test are short, so that the engine first hands out unused blocks
+    # of its pool.
     session = engines.get(
         connector(store__mode="lazy"),
         num_gpu_blocks_override=41,
@@ -64,7 +64,8 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     session = engines.get(connector(BUILT_IN))
     prompt = Prompt.of(700, stream, max_tokens=40)
     answer = session.check_one(prompt)
-    # No step follows the last one, so its stores must have ended within it, before the blocks are overwritten.
+    # No step follows the last one. So the stores of this step must have ended within it, before the test overwrites the
+    # blocks.
     assert session.call("reset")["done"]
     spoiled = session.call("scribble")
     assert spoiled["blocks"] == spoiled["free"]
@@ -78,8 +79,8 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
 
 
 def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> None:
-    """Two prompts have 3 and 7 tokens. The second one gets a hit on the partial tail of the first one, which has 3
-    tokens. 48 of 50 slots stay free.
+    """A prefix of three tokens is a hit. Two prompts have 3 and 7 tokens. The second one gets a hit on the partial tail
+    of the first one. 48 of 50 slots stay free.
     """
     page_bytes = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
     session = engines.get(
@@ -92,7 +93,7 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     session.forget()
     assert session.check_one(longer).cached == 3
     session.settle()
-    # Gauges are updated only in steps, so this runs a step that stores nothing.
+    # The engine updates gauges only in a step, so this runs a step that stores nothing.
     session.check_one(
         Prompt.of(5, stream + 1, max_tokens=2, extra={"kv_transfer_params": {"skip_save": True}})
     )
@@ -118,7 +119,7 @@ def test_partial_tails_hold_what_was_generated(engines: Engines, stream: int) ->
     answer = session.check_one(prompt)
     session.forget()
     following = prompt.then(answer.tokens).then(Prompt.of(40, stream + 1).ids)
-    # The KV of the last generated token was never computed.
+    # The KV of the last generated token was never computed, so it cannot be stored.
     assert session.check_one(following).cached == 170 + len(answer.tokens) - 1
 
 

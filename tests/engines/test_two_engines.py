@@ -34,7 +34,8 @@ def make(session: EngineSession, name: str, engine: Mapping[str, Any]) -> str:
 
 
 def check(session: EngineSession, name: str, *prompts: Prompt) -> int:
-    """Sends prompts and checks that the answers are the reference's. Returns the number of tokens that were hits."""
+    """Sends prompts, and checks that the answers are those of the reference. Returns the number of tokens that were
+    hits."""
     reply = session.call("ask_other", name=name, requests=[prompt.wire() for prompt in prompts])
     answers = [Answer.of(result) for result in reply["requests"]]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -56,7 +57,7 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
     told = arguments(model, connector(base, **settings)) | {"async_scheduling": False}
     session = engines.another(None)
     mine, yours = [[Prompt.of(290 + 10 * n, stream + 4 * k + n) for n in range(3)] for k in range(2)]
-    # After a start that fails, no connector is left in the process.
+    # A start that fails leaves no connector in the process.
     too_small = arguments(model, connector(base, host__bytes=64, **settings)) | {"async_scheduling": False}
     assert make(session, "failed", too_small).startswith("CapacityError")
     assert make(session, "first", told) == ""
@@ -79,7 +80,8 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
 def test_an_engine_beside_one_with_another_connector_is_refused(
     engines: Engines, model: Path, stream: int, tmp_path: Path
 ) -> None:
-    """vLLM would pass the second engine's loads and stores to the connector of the first."""
+    """flexkv refuses an engine that starts beside one with another connector. vLLM would pass the second engine's loads
+    and stores to the connector of the first."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -1,5 +1,5 @@
 """Real models whose layers differ. The last layers of a Gemma 3n attend to the KV of earlier layers, although vLLM
-calls the connector's hooks for all layers. A Gemma 4 has heads of two sizes. In these tests vLLM keeps all layers in
+calls the connector's hooks for all layers. A Gemma 4 has heads of two sizes. In these tests vLLM puts all layers into
 one KV group.
 """
 
@@ -65,7 +65,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model of the family on disk, and the answers of an engine without a connector that runs it."""
+    """A model of a family on disk, and the answers of an engine without a connector that runs this model."""
 
     model: Model
     folder: Path
@@ -75,7 +75,7 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     folder = request.param.write(tmp_path_factory.mktemp("family") / "model")
-    # Without a connector vLLM gives sliding layers blocks of their own, so this engine needs a larger pool.
+    # Without a connector, vLLM gives sliding layers separate blocks, so this engine needs a larger pool.
     log = folder.parent / "engine.log"
     with engine_alone(folder, log, num_gpu_blocks_override=4 * POOL_BLOCKS) as alone:
         yield Family(request.param, folder, alone)
@@ -85,7 +85,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_layers_that_differ_are_stored_once_and_served(
     engines: Engines, family: Family, settings: dict[str, Any], stream: int
 ) -> None:
-    """The engine's first store is damaged in transit, as a control: the output of a hit on it must change."""
+    """If a model's layers differ, flexkv stores each page once, and hits give the right answer. As a control, the
+    engine's first store is damaged in transit, and the output of a hit on it must change."""
     ours = engines.another(
         connector(FAULTY, **settings),
         {"FAULT_RULES": json.dumps(DAMAGED_STORE)},

@@ -1,5 +1,5 @@
-"""Plugins beside a real engine. The engine's tokens are those of an engine without plugins, plugins can ask what it has
-cached, and no plugin runs after the engine has ended.
+"""Plugins beside a real engine. The engine's tokens are those of an engine without plugins. Plugins can ask which pages
+the engine has cached, and no plugin runs after the engine has ended.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert session.metric("vllm:flexkv_hit_blocks_total{tier=host}") == before + pages, "host memory had them"
 
-    # A plugin erases a namespace, in host memory and on disk.
+    # A plugin erases the pages of a namespace, in host memory and on disk.
     tenants = replace(other, extra={"kv_transfer_params": {"flexkv.namespace": "tenant"}})
     assert cached_alone(session, tenants) == 0
     assert cached_alone(session, tenants) == tenants.whole_blocks, "the control: it is there before"
@@ -106,8 +106,8 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     # When the engine ends, no process is left.
     running = processes_of(folder)
     assert running
-    # All of them are stopped before any is killed. Otherwise a shell whose child was killed would start another child,
-    # which nothing would kill after the keeper has ended.
+    # All processes are stopped before any is killed. Otherwise a shell whose child was killed would start another
+    # child. After the keeper has ended, nothing would kill this child.
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for process in running:
             with contextlib.suppress(ProcessLookupError):

@@ -32,7 +32,7 @@ def test_a_store_in_flight_is_work_and_holds_no_block(session: EngineSession, st
     session.check_one(prompt)
     assert [rank["stalled"] for rank in session.call("faults")["ranks"]] == [1]
     in_flight = session.call("connector_says")
-    # The engine must keep stepping until the store has ended. But a store may be lost, so vLLM need not recompute a
+    # The engine must keep stepping until the store has ended. But the store may be lost: vLLM need not recompute a
     # preempted request for it, and no block has to wait for the copy.
     assert in_flight == {
         "requires_kv_delivery": False,
@@ -71,7 +71,7 @@ def test_events_name_blocks_as_the_engine_does(session: EngineSession, stream: i
 EVENTS = {"enable_kv_cache_events": True, "publisher": "null"}
 
 Announced = list[tuple[Any, ...]]
-"""For each event, the block's hashes, its parent's hash, and its tokens."""
+"""Content of an event: for each event, the block's hashes, its parent's hash, and its tokens."""
 
 
 def on_disk(engines: Engines, folder: Path, **environment: str) -> EngineSession:
@@ -96,7 +96,7 @@ def announced(session: EngineSession, medium: str) -> Announced:
 
 
 def stored_on_disk(session: EngineSession, stream: int, blocks: int = 3) -> Announced:
-    """Stores blocks and waits for the events that announce them on disk. Returns what these events announced."""
+    """Stores blocks, and waits for the events that announce them on disk. Returns the content of these events."""
     session.check_one(Prompt.of(blocks * BLOCK_TOKENS + 10, stream, max_tokens=2))
     session.settle()
     ends_s = time.monotonic() + WITHIN_S

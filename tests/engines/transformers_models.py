@@ -1,5 +1,5 @@
-"""Writes small models of families that Hugging Face transformers supports. Their weights are random numbers that are
-the same in each run.
+"""Writes small models of families that Hugging Face transformers supports. Their weights are random, but the same in
+each run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LLAMA_LAYERS = 2
 KV_HEADS, HEAD = 2, 32
 SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
-"""Number of tokens that a sliding layer attends to; less than the length of the tests' prompts."""
+"""Number of tokens to which a sliding layer attends. The tests' prompts are longer."""
 STATE_LAYERS, STATE_HEAD = 3, 128
 IMAGE_EDGE, PATCH, SCALE = 112, 14, 2
 IMAGE_TOKENS = (IMAGE_EDGE // PATCH // SCALE) ** 2
@@ -253,7 +253,8 @@ def _write_weights(kind: Any, config: Any, folder: Path, std: float) -> Path:
 
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(), torch.no_grad():
-        # Only tensors of two or more dimensions are replaced below; others, such as norms, keep their initial values.
+        # Only tensors of two or more dimensions are replaced below. The others, such as norms, keep their initial
+        # values.
         torch.manual_seed(0)
         model = kind(config)
         for weight in model.parameters():

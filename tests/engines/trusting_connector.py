@@ -1,4 +1,4 @@
-"""A connector for a control: it always identifies an image by its name, which flexkv's own connector does not do."""
+"""A connector for a control: it identifies an image by its name alone. flexkv's own connector does not do this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from flexkv.adapters.vllm.input_names import InputNames
 
 
 class TrustingConnector(FlexKVConnector):
-    """Replaces a method of flexkv for its process. The engine runs in a process of its own, so no other is affected."""
+    """Replaces a method of flexkv in its process. The engine runs in a process of its own, so no other engine is
+    affected."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         InputNames.first_of_run = lambda self, request: None  # type: ignore[method-assign]

@@ -13,8 +13,8 @@ DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 
 
 def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
-    """Starts an engine with two ranks, whose first store is damaged in transit, and an engine without a connector to
-    compare with.
+    """Starts an engine with two ranks, whose first store is damaged in transit. Also starts an engine without a
+    connector, for comparison.
     """
     alone = engines.another(None, **engine)
     environment = {**TWO_RANKS, "FAULT_RULES": json.dumps(DAMAGED_STORE)}
@@ -23,7 +23,7 @@ def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
 
 
 def check_stored_once(session: EngineSession, stream: int, block_tokens: int, token_bytes: int) -> Prompt:
-    """Checks that pages are stored once and serve both ranks. Returns a stored prompt.
+    """Checks that pages are stored once for the two ranks and serve both. Returns a stored prompt.
 
     Args:
         token_bytes: bytes that are stored per token, for both ranks together.
@@ -33,8 +33,7 @@ def check_stored_once(session: EngineSession, stream: int, block_tokens: int, to
         # The engine always computes the last token itself.
         return (len(prompt.ids) - 1) // block_tokens * block_tokens
 
-    # The engine's first store is damaged, so this prompt is the control. No digest is checked, and the output must
-    # change.
+    # The engine's first store is damaged. This prompt is the control: no digest is checked, and the output must change.
     damaged = Prompt.of(300, stream + 1)
     session.check_one(damaged)
     session.forget()

@@ -1,5 +1,5 @@
-"""Runs functions in vLLM's workers so that flexkv does not learn of it. vLLM's own way, `collective_rpc`, makes flexkv
-reset its cache, because the function may change weights.
+"""Runs functions in vLLM's workers without flexkv's knowledge. vLLM's usual call for this, `collective_rpc`, makes
+flexkv reset its cache, because the function may change weights.
 """
 
 from __future__ import annotations
