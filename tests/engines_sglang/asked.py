@@ -1,4 +1,4 @@
-"""A running engine with flexkv, and the checks that each of flexkv's integrations with SGLang must pass."""
+"""A running engine with flexkv. Also the checks that each of flexkv's integrations with SGLang must pass."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ TENANTS: tuple[dict[str, str], ...] = ({"extra_key": "a tenant"}, {"cache_salt":
 
 
 def whole(name: str) -> int:
-    """Returns the number of tokens in the full pages of a prompt."""
+    """Returns the number of tokens in the full pages of the prompt `name`."""
     return len(PROMPTS[name]) // PAGE_TOKENS * PAGE_TOKENS
 
 
 class Asked(ABC):
-    """A running engine with flexkv. Subclasses say which integration it uses."""
+    """A running engine with flexkv. Each subclass starts it with one of flexkv's integrations."""
 
     engine: SglangProcess
 
     @abstractmethod
     def forget(self) -> None:
-        """Waits for stores in flight, empties the engine's own caches, and overwrites their memory."""
+        """Waits for stores in flight. Then empties the engine's own caches, and overwrites their memory."""
 
     @abstractmethod
     def served(self, answer: dict[str, Any]) -> int:
-        """Returns how many tokens of the prompt came from flexkv; depending on the subclass, tokens from SGLang's own
-        caches may count too.
+        """Returns how many tokens of the prompt came from flexkv. Depending on the subclass, tokens from SGLang's own
+        caches may count, too.
         """
 
     def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
@@ -49,7 +49,8 @@ class Asked(ABC):
     # --- the checks ---
 
     def serves_after_a_flush(self, judge: Judge, name: str = "a") -> None:
-        """Checks that a new prompt is computed, and that all its full pages are hits the next time."""
+        """Checks that a new prompt is computed. After a flush of the engine's caches, all its full pages must be
+        hits."""
         cold = self.ask_one(name)
         judge(name, cold)
         assert cold["cached"] == 0, cold
@@ -59,7 +60,8 @@ class Asked(ABC):
         assert answer["cached"] == whole(name), answer
 
     def keeps_tenants_apart(self, judge: Judge) -> None:
-        """Checks that the first request of each tenant is computed, and that its second one is a hit."""
+        """Checks that tenants share no pages: the first request of each tenant is computed, and its second request is a
+        hit."""
         self.ask_one("a")
         self.forget()
         for who in TENANTS:
@@ -93,8 +95,8 @@ class Asked(ABC):
         assert sum(self.served(answer) for answer in answers) > 0
 
     def outlives_an_abort(self, judge: Judge) -> None:
-        """Aborts a request while it generates tokens, and one before its first token. Checks that hits are still
-        right.
+        """Aborts a request while it generates tokens, and another one before its first token. Checks that later hits
+        are right.
         """
         both = ("aborted", "a")
         for name in both:
@@ -112,7 +114,7 @@ class Asked(ABC):
 
 
 def seen_to_be_damaged(judge: Judge, name: str, answer: dict[str, Any]) -> None:
-    """Control: checks that an answer that was computed from damaged pages differs from the expected one."""
+    """A control: checks that an answer that was computed from damaged pages differs from the expected answer."""
     assert answer["cached"] > 0
     with pytest.raises(
         AssertionError, match=f"(tokens|log probabilities) of the answer to {name!r} are others"

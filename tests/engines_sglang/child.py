@@ -13,7 +13,7 @@ DEADLINE_S = 900.0
 
 
 def run_child(kind: str, program: str, *arguments: str) -> list[dict[str, Any]]:
-    """Runs `python KIND PROGRAM ARGUMENTS` at the root of the repository, where `kind` is `-m` or `-c`. Returns the
+    """Runs `python KIND PROGRAM ARGUMENTS` in the root folder of the repository. `kind` is `-m` or `-c`. Returns the
     objects that the program printed, one per line.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fixtures: a model, the answers of an engine without flexkv, and prompts."""
+"""Fixtures: a model, prompts, and the answers of an engine without flexkv."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ OUTPUT_TOKENS = 8
 PROMPTS = {
     "a": prompt_tokens(200, 1),
     "b": prompt_tokens(333, 2),
-    # These two prompts share their first 240 tokens.
+    # The next two prompts share their first 240 tokens.
     "shared 1": prompt_tokens(240, 3) + prompt_tokens(60, 4),
     "shared 2": prompt_tokens(240, 3) + prompt_tokens(90, 5),
     "aborted": prompt_tokens(400, 6),
     "late": prompt_tokens(600, 7),
     **{f"filler {number}": prompt_tokens(700, 100 + number) for number in range(4)},
 }
-"""All prompts of these tests, by name. One engine without flexkv answers all of them and then ends."""
+"""All prompts of these tests, by name. An engine without flexkv answers all of them and then ends."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
-            # On a busy machine, the starts of the engines could take most of the usual limit.
+            # The usual limit is too short on a busy machine, where the starts of engines could take most of it.
             item.add_marker(pytest.mark.timeout(2400))
 
 
 SPAWNED = ("test_linker",)
-"""Test files whose first engine spawns its processes, as in deployment. The other engines are forked from a process
-that has imported SGLang, and they fork their own processes. In files that are not listed, all engines are started in
-this way.
+"""Test files whose first engine spawns its processes, as in deployment. All other engines are forked from a process
+that has imported SGLang, and fork their own processes.
 """
 
 
@@ -51,13 +50,13 @@ def fork(
     environment: Mapping[str, str],
     output: int,
 ) -> Launched:
-    """Replaces `SglangProcess.launched`: the template starts the process."""
+    """Replaces `SglangProcess.launched`, so that the template forks the process."""
     return template().start("demo.sglang_child", arguments, environment, output, output, pipes)
 
 
 @contextmanager
 def starting_by(method: str) -> Iterator[None]:
-    """Makes SGLang engines that start within the `with` block use a start method of `multiprocessing`."""
+    """Within the `with` block, SGLang engines start their processes by the given start method of `multiprocessing`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangProcess, "start_method", method)
         if method == "fork":
@@ -92,7 +91,7 @@ Parts = dict[str, dict[str, dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def parts() -> Parts:
-    """The results of the modules that need SGLang's classes but no engine; all of them run in one process."""
+    """The results of the modules that need SGLang's classes but no engine. All these modules run in one process."""
     found: Parts = {}
     for line in run_child("-m", "tests.engines_sglang.parts_child"):
         found.setdefault(line.pop("part"), {})[line.pop("case")] = line
@@ -100,13 +99,13 @@ def parts() -> Parts:
 
 
 Judge = Callable[[str, dict[str, Any]], None]
-"""Compares the answer to the prompt of this name with that of an engine without flexkv: all tokens and log
+"""Compares the answer to the prompt of a given name with the answer of an engine without flexkv: all tokens and log
 probabilities.
 """
 
 
 def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
-    """Makes a judge from the expected answers, which are keyed by the names of their prompts."""
+    """Makes a judge from the expected answers, a dict by the names of their prompts."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         assert answer["finish"] == "length", answer
@@ -125,7 +124,7 @@ def judge_by(
     arguments: Mapping[str, Any] | None = None,
     **environment: str,
 ) -> Judge:
-    """Runs an engine without flexkv and without a cache of its own, and makes a judge from its answers."""
+    """Runs an engine without flexkv and without a cache of its own. Makes a judge from its answers."""
     given = {"disable_radix_cache": True, **(arguments or {})}
     with starting_by("fork"), SglangProcess(model, log, given, **environment) as engine:
         return judge_of({name: engine.call("generate", requests=[request(name)])[0] for name in names})
@@ -137,6 +136,6 @@ def judge(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""Largest allowed difference in float32, because a prefill of fewer rows may add the same products in a different
-order.
+"""Largest allowed difference of a log probability in float32. Differences occur because a prefill of fewer rows may add
+the same products in a different order.
 """

@@ -1,5 +1,5 @@
-"""KV events of SGLang's own tree, with its Rust and its Python core, over flexkv's linker. Compares the events for
-pages in host memory and on disk with those for the same pages on the device. `parts_child` runs this module.
+"""KV events of SGLang's own tree when flexkv is its linker, for the tree's Rust core and its Python core. Compares the
+events for pages in host memory and on disk with those for the same pages on the device. `parts_child` runs this module.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Tree:
         self._allocator = allocator
 
     def insert(self, tokens: list[int], **who: str) -> None:
-        """Inserts a prompt of full pages into the tree, which offloads the pages that are new."""
+        """Inserts a prompt of full pages into the tree. The tree offloads the pages that are new."""
         key = RadixKey(array("q", tokens), who.get("extra_key"), cache_salt=who.get("cache_salt"))
         slots = self._allocator.alloc(len(tokens) // PAGE_TOKENS * PAGE_TOKENS)
         self.cache.insert(InsertParams(key=key, value=slots, session_id="a session"))
@@ -82,7 +82,7 @@ class Tree:
 
 
 def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:
-    """Returns, for each medium, the pages that were announced as stored there, one element per page."""
+    """Returns, for each medium, the pages that the events announce as stored there, one element per page."""
     found: dict[str, list[list[Any]]] = {}
     for event in events:
         if not isinstance(event, BlockStored):
@@ -98,10 +98,10 @@ def by_medium(events: list[Any]) -> dict[str, list[list[Any]]]:
 
 
 def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]:
-    """For each caller, inserts a prompt, and a second prompt that diverges from it after one page.
+    """For each caller, inserts a prompt, and a second prompt that diverges from the first one after one page.
 
-    Returns, for each caller, how many pages are announced on the device and in host memory, and whether each page in
-    host memory is announced with the same fields as on the device.
+    Returns three values per caller: how many pages are announced on the device, how many in host memory, and whether
+    each page in host memory is announced with the same fields as on the device.
     """
     found = {}
     for name, who in WHO.items():
@@ -137,7 +137,8 @@ def over_a_file(of_pairs: bool) -> dict[str, Any]:
 
 
 def control() -> dict[str, Any]:
-    """Control: flexkv names each node's pages as if the node were the beginning of a prompt."""
+    """A control: flexkv names each node's pages as if the node were the beginning of a prompt, so that the names are
+    wrong."""
     node = page_events._Node
     page_events._Node = lambda key, parent, hashes: node(key, None, hashes)  # type: ignore[assignment,misc]
     try:
@@ -165,7 +166,8 @@ def kinds(events: list[Any]) -> list[Any]:
 
 
 def life() -> dict[str, Any]:
-    """Returns the events when a prompt is stored, the tree is flushed, a page is evicted, and the weights change."""
+    """Returns the events of four steps: a prompt is stored, the tree is flushed, a page is evicted, and the weights
+    change."""
     tree = Tree("rust", False)
     manager = tree.linker._cache.manager
     tree.insert(PROMPT)

@@ -16,12 +16,13 @@ from demo.sglang_process import ROOT, child_environment
 from tests.engines_sglang.template import ORDER_BYTES
 
 START_DEADLINE_S = 900.0
-"""Limit for the template's imports. torch and SGLang take 15 s on two idle cores, but minutes on busy ones."""
+"""Time limit, in seconds, for the template's imports. torch and SGLang take 15 s on two idle cores, but minutes on busy
+ones."""
 
 
 class Forked:
-    """A process that was forked from the template, in a session of its own. It offers the part of the interface of
-    `subprocess.Popen` that tests use.
+    """A process that was forked from the template, in a session of its own. It offers the part of `subprocess.Popen`'s
+    interface that tests use.
     """
 
     def __init__(self, pid: int, ended: int) -> None:
@@ -40,7 +41,7 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             os.close(self._handle)
             self._handle = -1
-            # The pipe may still be open in processes that this one has forked, so a read without data would block.
+            # Children of this process may still have the pipe open, so a read of an empty pipe would block.
             ready, _, _ = select.select([self._ended], [], [], 0)
             said = os.read(self._ended, 16) if ready else b""
             os.close(self._ended)
@@ -77,7 +78,7 @@ class Template:
         descriptors: Sequence[int] = (),
         is_module: bool = True,
     ) -> Forked:
-        """Starts `program`, which is the name of a module, or Python text if `is_module` is False.
+        """Starts `program`: the name of a module, or Python text if `is_module` is False.
 
         Args:
             environment: all environment variables of the process. Those that SGLang reads when it is imported have no
@@ -106,5 +107,5 @@ class Template:
 
 @functools.cache
 def template() -> Template:
-    """Returns the template of this test process; starts it at the first call."""
+    """Returns the template of this test process. The first call starts it."""
     return Template()

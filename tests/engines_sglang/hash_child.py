@@ -1,5 +1,5 @@
-"""Finds which requests SGLang's own page hashes keep apart. The requests are made as SGLang's scheduler makes them, and
-all use one flexkv cache.
+"""Finds which requests have different page hashes in SGLang. The requests are made as SGLang's scheduler makes them,
+and all use one flexkv cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Stores and loads pages of HiCache's host pools, which SGLang makes, in each layout with flexkv's storage class."""
+"""Stores and loads pages of HiCache's host pools with flexkv's storage class. SGLang makes the pools, in each of its
+layouts."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def build_host_pool(name: str, layout: str) -> Any:
 
 
 def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
-    """Makes a storage over a host pool. `number` determines the namespace; None means a new namespace."""
+    """Makes a storage over a host pool. `number` selects its namespace; None means a new namespace."""
     number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
@@ -81,17 +82,17 @@ def slots(*pages: int) -> torch.Tensor:
 
 
 def by_page(pool: Any) -> torch.Tensor:
-    """Returns the bytes of each page, uint8 [pages, bytes]. They are found by the axes of the layout, not by the
+    """Returns the bytes of each page, uint8 [pages, bytes]. Finds them by the axes of the pool's layout, not by the
     addresses that are under test.
     """
     body = pool.kv_buffer.view(torch.uint8)
     if isinstance(pool, MLATokenToKVPoolHost):
-        body = body.unsqueeze(0)  # an axis in the place of the K and V axis of other pools
-    if pool.layout == "layer_first":  # [K and V, layers, tokens, ...]
+        body = body.unsqueeze(0)  # adds an axis, because other pools have a K and V axis there
+    if pool.layout == "layer_first":  # axes: [K and V, layers, tokens, ...]
         body = body.unflatten(2, (-1, PAGE_TOKENS)).movedim(2, 0)
-    elif pool.layout == "page_first":  # [K and V, tokens, ...]
+    elif pool.layout == "page_first":  # axes: [K and V, tokens, ...]
         body = body.unflatten(1, (-1, PAGE_TOKENS)).movedim(1, 0)
-    else:  # [K and V, pages, ...]
+    else:  # axes: [K and V, pages, ...]
         body = body.movedim(1, 0)
     return body.reshape(len(body), -1)
 
@@ -119,7 +120,7 @@ def round_trip(pool: Any) -> dict[str, Any]:
             "loaded": loaded,
             "same": all(torch.equal(after[page], before[source]) for page, source in targets.items()),
             "others untouched": all(torch.equal(after[page], spoiled) for page in others),
-            # Control: the comparison finds that two pages differ.
+            # A control: the comparison finds that two pages differ.
             "seen to differ": not torch.equal(after[7], before[5]),
         }
     finally:
@@ -149,7 +150,8 @@ def dtypes_of_keys() -> dict[str, Any]:
 
 
 def writers_of_latents() -> dict[str, Any]:
-    """Returns whether SGLang lets the second of two ranks store latents, before and after flexkv's storage is made."""
+    """Returns whether SGLang lets the second of two ranks store latents: once before and once after flexkv's storage is
+    made."""
     config = storage_config(tp_rank=1, is_mla_model=True)
     before = config.is_storage_writer
     hicache.FlexKVHiCache(config)
@@ -165,8 +167,8 @@ def refused_context_parallelism() -> dict[str, Any]:
 
 
 def new_weights() -> dict[str, Any]:
-    """Changes the weights as SGLang does while HiCache's thread still has a page of the former weights to store. Then
-    empties the engine's tree, and attaches a second storage to the engine, as SGLang can at any time.
+    """Changes the weights as SGLang does, while HiCache's thread still has a page of the former weights to store. Then
+    empties the engine's tree twice. Returns which pages the storage has after each step.
     """
     pool = build_host_pool("mha fp16", "page_first")
     storage = make_storage(pool)
@@ -190,9 +192,9 @@ def new_weights() -> dict[str, Any]:
 
 
 def attached_later() -> dict[str, Any]:
-    """Stores a page on disk, closes the storage, and looks the page up with a new storage of the same owner. It does so
-    in an engine that still has the weights of its start, and in an engine whose weights changed before the storage was
-    attached.
+    """Stores a page on disk, closes the storage, and looks the page up with a new storage of the same owner. Does this
+    in two engines: one still has the weights of its start, and the weights of the other one changed before the storage
+    was attached.
     """
     pool = build_host_pool("mha fp16", "page_first")
     key, number, found = hashes_of("page"), next(numbers), {}
@@ -209,14 +211,14 @@ def attached_later() -> dict[str, Any]:
 
 
 def empty_tree() -> None:
-    """Calls the method of SGLang's tree that empties the tree, on a stand-in for a tree."""
+    """Empties a stand-in for SGLang's tree by the method of SGLang that empties a tree."""
     tree = MagicMock(linker=None, buffer_pipeline=None, cache_controller=None)
     UnifiedRadixCache.reset(tree)
 
 
 def registered_again() -> dict[str, Any]:
-    """Registers the same pool again, which succeeds, then another pool of the same shape, which is refused. Pages that
-    were stored before are still found.
+    """Registers the same pool again, which succeeds. Then registers another pool of the same shape, which is refused.
+    Pages that were stored before are still found.
     """
     pool, other = (build_host_pool("mha fp16", "page_first") for _ in range(2))
     storage = make_storage(pool)
@@ -242,8 +244,8 @@ def registered_again() -> dict[str, Any]:
 
 
 def held_by_a_refused_storage() -> dict[str, Any]:
-    """Starts two storages that fail: flexkv cannot hook one into SGLang, and the thread of the other cannot start. Then
-    starts one that works in the same folder.
+    """Starts two storages that fail: flexkv cannot hook the first one into SGLang, and the thread of the second one
+    cannot start. Then starts a storage that works in the same folder.
 
     Returns the threads and errors of the first two, and the results of the third.
     """
@@ -267,7 +269,8 @@ def held_by_a_refused_storage() -> dict[str, Any]:
             try:
                 make_storage(pool, number, **settings)
             except (ConfigError, RuntimeError) as error:
-                kept.append(error)  # its traceback keeps the storage, and all that it refers to, alive
+                # the error's traceback keeps the storage alive, and all objects that the storage refers to
+                kept.append(error)
             setattr(hicache, name, original)
             left = set(threading.enumerate()) - before
             found[name] = [thread.name for thread in left if "hicache" in thread.name]

@@ -45,7 +45,7 @@ LLAVA = {
     "image_token_index": 100,
 }
 OTHER_VALUES = {"ep_dispatch_algorithm": "fake"}
-"""Values with which arguments change the key, if not every other value does so."""
+"""For some arguments, a value that changes the key, because not every other value of them does."""
 PLACE = identity.Place("dp0.pp0of1.tp0of1", 1, True)
 POOL: Any = SimpleNamespace(layers=2, block_tokens=16)
 
@@ -58,7 +58,7 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def attention(arguments: Any, model: Any) -> dict[str, int]:
-    """Returns how many keys three attention backends have, for each dtype of KV."""
+    """Returns how many different keys three attention backends have, for each dtype of KV."""
     found = {}
     for dtype in ("torch.float8_e4m3fn", "torch.uint8, fp8_e4m3", "torch.bfloat16"):
         given = [_with(arguments, attention_backend=name) for name in ("fa3", "triton", "flashinfer")]
@@ -90,8 +90,8 @@ def another(value: Any) -> Any:
 
 
 def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, list[str]]:
-    """Finds errors in a table of arguments: arguments that should change the key and do not, and arguments that should
-    not change it and do.
+    """Finds errors in a table of arguments: arguments that should change the key but do not, and arguments that should
+    not change it but do.
     """
     usual = namespace(arguments, model)
 
@@ -125,9 +125,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def places() -> dict[str, Any]:
-    """Returns the names of places that differ only in the heads or layers in the rank's pages. For heads: the second of
-    four ranks, with and without data parallelism of the attention. For layers: the second of three pipeline stages,
-    with three partitions of the layers.
+    """Returns the names of places (a rank's position in the engine) that differ only in the heads or layers in the
+    rank's pages. For heads: the second of four ranks, with and without data parallelism of the attention. For layers:
+    the second of three pipeline stages, with three partitions of the layers.
     """
     heads = {"two heads per replica": _place(tp_size=4, tp_rank=1, attn_tp_size=2, attn_tp_rank=1)}
     heads["four ranks"] = _place(tp_size=4, tp_rank=1, attn_tp_size=4, attn_tp_rank=1)
@@ -197,7 +197,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
-    """Finds the arguments with a path for which the content at the path, and not the path itself, changes the key."""
+    """Finds the path arguments for which the key depends on the content at the path, and not on the path itself."""
     named, settings = load_config({"identity.model": "mine"}, {}), load_config({}, {})
     apart, same, read = [], [], []
     for name in OTHER_WEIGHTS:
@@ -228,7 +228,8 @@ def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _loader(arguments: Any, model: Any) -> dict[str, Any]:
-    """Finds which loader formats leave the key unchanged, and whether loader options for speed do."""
+    """Finds which loader formats leave the key unchanged. Also finds whether loader options that change only the speed
+    leave it unchanged."""
     usual = namespace(arguments, model)
 
     def is_usual(**given: Any) -> bool:
@@ -243,7 +244,8 @@ def _loader(arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _environment(arguments: Any, model: Any) -> dict[str, Any]:
-    """Returns the environment variables that should change the key and do not, and whether their defaults change it."""
+    """Returns the environment variables that should change the key but do not. Also returns whether setting them to
+    their defaults changes it."""
     usual, in_vain, apart_by_default = namespace(arguments, model), [], []
     for name in (*ENVIRONMENT, "SGLANG_LOG_MS"):
         field = getattr(envs, name)
@@ -257,7 +259,7 @@ def _environment(arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _other_process(arguments: Any, model: Any) -> dict[str, Any]:
-    """Returns which arguments make two starts of an engine have different keys."""
+    """Returns the arguments with which two starts of an engine have different keys."""
     given = [{"load_format": name} for name in ("remote_instance", "presharded", "ipc_cache", "pt")]
     given += [{"weight_cache_mode": mode} for mode in ("off", "client", "daemon")]
     apart, named = [], []
@@ -276,8 +278,8 @@ def _with(arguments: Any, **values: Any) -> Any:
 
 
 def _vision(place: Path) -> dict[str, Any]:
-    """Compares the keys of a model that takes images, with two configurations of its vision part, and of the same model
-    without images.
+    """Compares the keys of a model that takes images, with two configurations of its vision part. Also compares them
+    with the keys of the same model without images.
     """
     keys, kinds = [], []
     for layer in (-2, -1):

@@ -1,4 +1,4 @@
-"""Finds how requests with images and embeddings are named when flexkv watches the queue of SGLang's scheduler."""
+"""Finds the names of requests with images and embeddings when flexkv watches the queue of SGLang's scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADAPTER = LoRARef.deterministic_id("mine", "/a")
 
 
 def image(content: int) -> MultimodalDataItem:
-    """Makes an image with this digest, in SGLang's own class."""
+    """Makes an image with the digest `content`, in SGLang's own class."""
     item = MultimodalDataItem(modality=Modality.IMAGE)
     item.set_hash(content)
     return item
@@ -42,10 +42,10 @@ def request(items: list[MultimodalDataItem], **who: Any) -> Req:
 
 
 def enter(made: Req, times: int = 1) -> list[str]:
-    """Adds the request to the scheduler's queue. Returns the hashes of the request's pages, as SGLang's tree makes
+    """Adds the request to the scheduler's queue. Returns the hashes of the request's pages as SGLang's tree computes
     them.
     """
-    # This stand-in for a scheduler rejects the request, but only after the hook under test has run.
+    # A stand-in for a scheduler. It rejects the request, but only after the hook under test has run.
     scheduler = SimpleNamespace(
         _set_or_validate_priority=lambda req: False, _release_aborted_request=lambda req: None
     )
@@ -60,7 +60,7 @@ def shared(one: list[str], other: list[str]) -> int:
 
 
 def refused() -> dict[str, Any]:
-    """Puts the hook into an SGLang that does not have the method, and into one in which another plugin has hooked it.
+    """Tries to put the hook into an SGLang that lacks the method, and into one in which another plugin has hooked it.
     Returns the errors.
     """
     target, *rest = engine_watch._HOOKS["enter"]
@@ -76,7 +76,8 @@ def refused() -> dict[str, Any]:
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    # These stand for two different images with equal digests. Only the names that flexkv gives can tell them apart.
+    # The two images stand for different images with equal digests. Only the names that flexkv gives them distinguish
+    # them.
     one, alike = [image(7)], [image(7)]
     before = enter(request(one))
     yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
@@ -122,7 +123,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             ),
         },
     )
-    # A request is named before HiCache or the linker looks it up.
+    # A request gets its name before HiCache or the linker looks it up.
     looked = request(one)
     engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)
     yield "refused", refused()

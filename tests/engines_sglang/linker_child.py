@@ -1,5 +1,5 @@
-"""Calls flexkv's linker directly, with SGLang's own pool, transfers and wrapper, for cases that a running engine cannot
-be made to show.
+"""Calls flexkv's linker directly, with SGLang's own pool, transfers and wrapper. The cases cannot be produced in a
+running engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def make_linker(
     place: Any = ALONE,
     **settings: Any,
 ) -> FlexKVLinker:
-    """
+    """Makes a linker over the pool.
+
     Args:
         stream: the stream of the engine's forward; None if the forward has no stream of its own.
         params: parameters of the engine's tree; None for parameters that suffice for a linker without a tree.
@@ -71,8 +72,8 @@ def make_linker(
 
 
 def transfers(names: str, *pages: int) -> list[PoolTransfer]:
-    """Makes a transfer of pages, with one letter of `names` per page. Without `pages`, which are page numbers in the
-    pool, it is a transfer for a lookup.
+    """Makes a transfer of pages, one page per letter of `names`. `pages` are page numbers in the pool; a transfer for a
+    lookup has none.
     """
     slots = [torch.arange(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in pages]
     indices = torch.cat(slots) if slots else None
@@ -80,7 +81,7 @@ def transfers(names: str, *pages: int) -> list[PoolTransfer]:
 
 
 def spoil(pool: Any) -> list[bytes]:
-    """Overwrites the pool. Returns the content of an overwritten page."""
+    """Overwrites the pool. Returns the content that a page then has."""
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).fill_(NOISE_BYTE)
     return page(pool, 1)
@@ -92,8 +93,8 @@ def fill(pool: Any) -> None:
 
 
 def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
-    """Offloads pages and waits for the end. Returns whether the offload was accepted, and whether the pages were
-    stored.
+    """Offloads pages and waits for the end. Returns two values: whether the linker accepted the offload, and whether
+    the pages were stored.
     """
     taken = linker.offload(transfers(names, *pages))
     assert linker._cache.quiesce(DONE_S)
@@ -111,8 +112,8 @@ def run_loads(linker: FlexKVLinker) -> bool:
 
 
 def cancelled() -> dict[str, Any]:
-    """Cancels one of two queued loads through SGLang's wrapper, as SGLang does for a request that is aborted before its
-    batch starts.
+    """Cancels one of two queued loads through SGLang's wrapper. SGLang does this for a request that is aborted before
+    its batch starts.
     """
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
@@ -145,12 +146,12 @@ def cancelled() -> dict[str, Any]:
         "loaded": [page(pool, 7), page(pool, 3)] == before,
         "untouched": all(page(pool, number) == noise for number in (0, 1, 2, 4, 5, 6, 8, 9)),
     }
-    # If the only load of a batch is cancelled, nothing is started.
+    # If a batch's only load is cancelled, the linker starts nothing.
     assert linker.lookup("alone", transfers("ab")) == [1, 2]
     linker.load("alone", transfers("ab", 8, 4))
     linker.cancel_queued_load("alone")
     found["batch of none"] = linker.start_layer_wise_loading()
-    # Control: a load that is not cancelled writes these pages.
+    # A control: a load that is not cancelled writes these pages.
     linker.lookup("control", transfers("ab"))
     linker.load("control", transfers("ab", 8, 4))
     found["control"] = run_loads(linker) and [page(pool, 8), page(pool, 4)] == before
@@ -160,8 +161,8 @@ def cancelled() -> dict[str, Any]:
 
 
 def never_refused() -> dict[str, Any]:
-    """Offloads when no slot is free, and loads a page that is not stored. Both are accepted and fail only in the
-    completion, because a rank that refused would differ from the other ranks.
+    """Offloads when no slot is free, and loads a page that is not stored. The linker accepts these two calls, and they
+    fail only at their completion. If one rank refused a call, it would diverge from the other ranks.
     """
     pool = make_pool("mha fp16")
     fill(pool)
@@ -198,7 +199,7 @@ def reset() -> dict[str, Any]:
 
 def new_weights(kind: type[FlexKVLinker]) -> dict[str, Any]:
     """Stores a page after the weights have changed and before the engine's tree is emptied. SGLang does this for a
-    request that runs meanwhile or whose prefix is in the tree. Returns what is found afterwards.
+    request that runs meanwhile, or whose prefix is in the tree. Returns which pages a lookup finds afterwards.
     """
     pool = make_pool("mha fp16")
     linker = make_linker(kind, pool)
@@ -220,15 +221,15 @@ def new_weights(kind: type[FlexKVLinker]) -> dict[str, Any]:
 
 
 class Trusting(FlexKVLinker):
-    """Control: a linker that takes every stored page for one of the current weights."""
+    """A control: a linker that treats every stored page as a page of the current weights."""
 
     def reset(self) -> None:
         self._settle()
 
 
 def written_by_rdma() -> dict[str, Any]:
-    """Begins and ends an update in which SGLang is not called when the weights are written. Returns whether a page that
-    was stored before each call is found before and after the call.
+    """Begins and ends an update in which other programs write the weights without a call to SGLang. Before the begin
+    and before the end, stores a page. Returns what lookups of this page find before and after the call.
     """
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
@@ -300,7 +301,7 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
 
 
 class Stream:
-    """A stand-in for a device's stream. Its work runs only when something waits for the stream."""
+    """A stand-in for a device's stream. Its work runs only when a caller waits for the stream."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
@@ -315,8 +316,8 @@ class Stream:
 
 
 class EagerLanes:
-    """Wraps lanes so that a copy runs as early as its fence allows: at once, but after the work of the stream in the
-    fence.
+    """Wraps lanes so that a copy runs as early as possible. If it has a fence, it first runs the work of the fence's
+    stream.
     """
 
     def __init__(self, lanes: Any, *streams: Stream) -> None:
@@ -343,20 +344,20 @@ class EagerLanes:
 
 
 class Forgetful(FlexKVLinker):
-    """Control: a linker that ignores the stream of the forward."""
+    """A control: a linker that ignores the stream of the forward pass."""
 
     def _writer_stream(self) -> int | None:
         return self._cache.current_stream()
 
 
 def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[str, Any]:
-    """Stores and loads while a forward is enqueued and has not run. The store must copy what the forward writes, and
-    the forward must not see the bytes of the load.
+    """Stores and loads pages while a forward pass is enqueued and has not run. The store must copy the KV that the
+    forward pass writes, and the forward pass must not read the bytes of the load.
     """
     pool = make_pool("mha fp16")
     current, forward = Stream(5), Stream(7)
     linker = make_linker(kind, pool, forward if with_forward_stream else None)
-    # Makes the linker behave as on a device.
+    # The linker must behave as it does on a device.
     linker._cache.device = 0
     linker._cache._current_stream = lambda device: current.cuda_stream
     lanes = linker._cache._ops.engine = EagerLanes(linker._cache._ops.engine, current, forward)
@@ -396,7 +397,7 @@ def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[s
 
 
 def refused_late() -> dict[str, Any]:
-    """Makes a linker that cannot be hooked into SGLang, then one that works in the same folder."""
+    """Makes a linker that flexkv cannot hook into SGLang, then a linker that works in the same folder."""
     pool = make_pool("mha fp16")
     found: dict[str, Any] = {}
 
@@ -410,7 +411,8 @@ def refused_late() -> dict[str, Any]:
         try:
             make_linker(FlexKVLinker, pool, **settings)
         except RuntimeError as error:
-            kept = error  # its traceback keeps the linker, and all that it refers to, alive
+            # the error's traceback keeps the linker alive, and all objects that the linker refers to
+            kept = error
             found["refused"] = str(kept)
         vars(linker_module)["watch"] = original
         linker = make_linker(FlexKVLinker, pool, **settings)

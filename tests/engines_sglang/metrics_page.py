@@ -10,9 +10,9 @@ from demo.sglang_process import SglangProcess
 from flexkv.observe import METRICS, MetricKind
 
 BEHIND_DEADLINE_S = 60.0
-"""Limit for updates of the page, which come half a second late, and later if all cores are busy."""
+"""Time limit, in seconds, for updates of the page. They come half a second late, and later if all cores are busy."""
 QUIET_S = 3.0
-"""A page is taken as complete if it has not changed for this time. The engine reports every half second."""
+"""Seconds without a change after which a page counts as complete. The engine reports every half second."""
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 """A series: its name without the engine's prefix, and its labels."""
@@ -25,7 +25,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def flexkv_series(engine: SglangProcess) -> Page:
-    """Reads the values of flexkv's series from the page. For histograms only the counts are read."""
+    """Reads the values of flexkv's series from the metrics page. For histograms, reads only the counts."""
     families = text_string_to_metric_families(engine.call("metrics_page"))
     prefix = "sglang:"
     return {
@@ -37,7 +37,7 @@ def flexkv_series(engine: SglangProcess) -> Page:
 
 
 def all_series(unit: str) -> set[Series]:
-    """Returns all series that a unit exports according to `METRICS`."""
+    """Returns all series that a unit must export according to `METRICS`."""
     return {
         series(
             metric.name + ("_count" if metric.kind is MetricKind.HISTOGRAM else ""),
@@ -50,7 +50,7 @@ def all_series(unit: str) -> set[Series]:
 
 
 def settled(engine: SglangProcess) -> Page:
-    """Waits until the page of an idle engine no longer changes, and returns it."""
+    """Waits until the metrics page of an idle engine does not change any more, and returns it."""
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     page, since_s = flexkv_series(engine), time.monotonic()
     while time.monotonic() - since_s < QUIET_S:
@@ -62,8 +62,8 @@ def settled(engine: SglangProcess) -> Page:
 
 
 def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
-    """Waits until the series `name` differs from `before` and the page no longer changes. Returns by how much each
-    series has grown.
+    """Waits until the series `name` differs from `before` and the page does not change any more. Returns by how much
+    each series has grown.
     """
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     while flexkv_series(engine)[name] == before[name]:

@@ -1,5 +1,5 @@
-"""Finds how SGLang's own connector fails with this package: that connector is for a different package named flexkv.
-Also finds how SGLang's argument parser reads the sample file that this package prints.
+"""Finds with which error SGLang's own connector fails with this package: that connector is for a different package that
+is also named flexkv. Also finds how SGLang's argument parser reads the sample file that this package prints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _arguments_of_sample() -> dict[str, Any]:
-    """Reads the sample's arguments as `sglang serve --config` does."""
+    """Reads the arguments in the sample file as `sglang serve --config` does."""
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 

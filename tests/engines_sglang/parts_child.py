@@ -11,7 +11,8 @@ import traceback
 from importlib import import_module
 
 PARTS = (
-    "input_child",  # must be first: its control needs an SGLang without the hooks that a linker puts in for good
+    # must be first: its control needs an SGLang without hooks, and the hooks of a linker stay for ever
+    "input_child",
     "pool_child",
     "host_pool_child",
     "hash_child",
@@ -20,8 +21,8 @@ PARTS = (
     "own_flag_child",
     "identity_child",
 )
-"""Modules whose function `cases()` yields the name and the results of each case. They run in one process so that SGLang
-is imported only once.
+"""Modules with a function `cases()`, which yields the name and the results of each case. They run in one process so
+that SGLang is imported only once.
 """
 
 
@@ -31,7 +32,7 @@ def main() -> None:
             for name, found in import_module(f"tests.engines_sglang.{part}").cases():
                 print(json.dumps({"part": part, "case": name, **found}), flush=True)
         except Exception:
-            # The tests of the other modules still need their results.
+            # The error is printed as a result, because the tests of the other modules still need their results.
             print(json.dumps({"part": part, "case": "error", "error": traceback.format_exc()}), flush=True)
 
 

@@ -47,7 +47,7 @@ def tensors_of(pool: Any) -> list[torch.Tensor]:
 
 
 def _shares_allocation(pool: Any) -> bool:
-    """Tells whether K and V of a layer are in one allocation, with V after K."""
+    """Whether K and V of a layer are in one allocation, with V after K."""
     if not hasattr(pool, "k_buffer"):
         return False
     k, v = pool.k_buffer[0].untyped_storage(), pool.v_buffer[0].untyped_storage()

@@ -1,4 +1,4 @@
-"""A running engine with the spying linker, and access to the linker's notes."""
+"""A running engine with the spying linker, and access to the notes that the linker writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engines_sglang.asked import Asked, whole
 from tests.engines_sglang.conftest import Judge
 
 HOST_BYTES = 48 << 20
-"""Host memory for 700 pages of the tiny model, enough for all prompts of these tests."""
+"""Bytes of host memory for 700 pages of the tiny model. This is enough for all prompts of these tests."""
 DISK_BYTES = 64 << 20
 SETTLED_DEADLINE_S = 60.0
 
@@ -41,7 +41,7 @@ class Spied(Asked):
         folder.mkdir()
         ours: dict[str, Any] = {"host__bytes": HOST_BYTES}
         if disk is not None:
-            # Lookups wait long for pages from disk, so that they are hits even on a busy machine.
+            # With this limit, lookups wait long enough for pages from disk to be hits even on a busy machine.
             ours |= {
                 "disk__folders": str(disk),
                 "disk__bytes_per_folder": DISK_BYTES,
@@ -59,12 +59,12 @@ class Spied(Asked):
         return int(answer["host"])
 
     def forget(self) -> None:
-        """Waits for stores in flight, empties the engine's own cache and overwrites its pool."""
+        """Waits for stores in flight, empties the engine's own cache, and overwrites its pool."""
         self.settle()
         assert self.engine.call("flush")
 
     def settle(self) -> None:
-        """Waits until every offload has completed."""
+        """Waits until every offload is complete."""
         ends_s = time.monotonic() + SETTLED_DEADLINE_S
         while len(self.notes("stored")) < len(self.notes("offload")):
             assert time.monotonic() < ends_s, "an offload has not completed"
@@ -86,11 +86,12 @@ class Spied(Asked):
         return {page for note in self.notes("offload") for page in note["pages"]}
 
     def loads_to_other_pages(self, judge: Judge, name: str = "a") -> None:
-        """Checks that a stored prompt is loaded, after a flush, into pages of the pool that it did not have before."""
+        """Checks that a stored prompt is loaded after a flush, into other pages of the pool than it had before."""
         judge(name, self.ask_one(name))
         stored = self.stored_pages()
         self.forget()
-        # This prompt takes the first pages of the empty pool, so the stored pages are loaded into others.
+        # Prompt "b" takes the first pages of the empty pool, so the stored pages of the prompt `name` are loaded into
+        # other pages.
         judge("b", self.ask_one("b"))
         answer = self.ask_one(name)
         judge(name, answer)
@@ -99,7 +100,8 @@ class Spied(Asked):
 
 
 def wait_until_durable(disk: Path) -> None:
-    """Waits until no file in the folder has changed for three seconds; the journal commits within one second."""
+    """Waits until no file in the folder has changed for three seconds. This suffices, because the journal commits
+    within one second."""
     ends_s = time.monotonic() + SETTLED_DEADLINE_S
     before, since_s = "", time.monotonic()
     while time.monotonic() - since_s < 3:

@@ -1,5 +1,5 @@
-"""flexkv's HiCache storage, which also overwrites memory when a test orders it. It runs in the engine's scheduler
-processes.
+"""flexkv's HiCache storage, extended for tests: it overwrites memory when a test orders it. It runs in the engine's
+scheduler processes.
 
 A test gives orders as files in the folder in the environment variable SPY_FOLDER. `spoil-R` makes rank R's next lookup
 first overwrite SGLang's host tier, which must be empty. `corrupt-R` makes the lookup first damage flexkv's pages in
@@ -19,7 +19,7 @@ from tests.engines_sglang.spying_linker import FOLDER, NOISE_BYTE, damage
 
 
 class SpyingHiCache(FlexKVHiCache):
-    """flexkv's storage class, which also carries out a test's orders."""
+    """flexkv's storage class, which also executes a test's orders."""
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         with self._ready.lock:

@@ -1,7 +1,8 @@
-"""flexkv's linker, which also overwrites the engine's pool at every flush, and notes which pages were moved.
+"""flexkv's linker, extended for tests: it also overwrites the engine's pool at every flush, and notes which pages were
+moved.
 
 It runs in the engine's scheduler processes. A test gives it orders as files in the folder in the environment variable
-SPY_FOLDER; the notes are in the same folder.
+SPY_FOLDER. It writes its notes into the same folder.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 
 FOLDER = "SPY_FOLDER"
 NOISE_BYTE = 0x41
-"""The byte that overwrites a pool. The numbers are 12.08 in float32 and 2.25 in fp8, far from the model's keys and
-values.
+"""The byte that overwrites a pool. The resulting numbers are 12.08 in float32 and 2.25 in fp8, far from the model's
+keys and values.
 """
 
 
 class SpyingLinker(FlexKVLinker):
-    """Rank R writes its notes as lines of JSON to `notes-R`.
+    """The linker that tests use. Rank R writes its notes as lines of JSON to `notes-R`.
 
-    The file `corrupt-R` makes the rank's next reset damage its stored pages. The file `die-R`, with the word `load` or
-    `offload`, makes the rank kill its own process when it has started the next load or offload. While the file
-    `no-prefetch-R` exists, the rank prefetches nothing.
+    The file `corrupt-R` makes the rank damage its stored pages at its next reset. The file `die-R`, with the word
+    `load` or `offload`, makes the rank kill its own process when it has started the next load or offload. While the
+    file `no-prefetch-R` exists, the rank prefetches nothing.
     """
 
     def __init__(self, server_args: Any, params: Any, **named: Any) -> None:
@@ -44,7 +45,7 @@ class SpyingLinker(FlexKVLinker):
         self._note("start", cached=self._cache.manager.cached_blocks())
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        # If the engine gets one request at a time, all pages in this count were prefetched for this request.
+        # If the engine gets one request at a time, all pages in this count are prefetched pages of the current request.
         begun = sum(tier.counts.prefetched for tier in self._cache.manager.tiers)
         found = super().lookup(rid, transfers)
         if not self._prefetching:

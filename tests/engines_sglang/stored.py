@@ -1,4 +1,4 @@
-"""A running engine whose HiCache has flexkv as its storage."""
+"""A running engine with HiCache, whose storage is flexkv."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Stored(Asked):
         return int(answer["cached"])
 
     def forget(self) -> None:
-        """Empties the engine's own tiers on the device and on the host, but not flexkv's storage. The next lookup
-        overwrites the host tier.
+        """Empties the engine's own tiers on the device and on the host, but not flexkv's storage. Also makes the next
+        lookup overwrite the host tier.
         """
         wait_until_durable(self.disk)
         assert self.engine.call("flush")
@@ -51,13 +51,13 @@ class Stored(Asked):
             self.order("spoil", rank)
 
     def order(self, what: str, rank: int = 0) -> None:
-        """Writes an order for a rank's storage, which deletes the file when it carries out the order."""
+        """Writes an order for the storage of a rank. The storage deletes the file when it executes the order."""
         (self.folder / f"{what}-{rank}").touch()
 
 
 def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
-    """Returns the engine arguments for HiCache with flexkv. The engine waits for prefetches, so that stored pages are
-    hits.
+    """Returns the engine arguments for HiCache with flexkv. With them the engine waits for prefetches, so stored pages
+    are hits.
     """
     extra = {
         "backend_name": "flexkv",
@@ -71,7 +71,8 @@ def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
     } | {key.replace("__", "."): value for key, value in settings.items()}
     return {
         "enable_hierarchical_cache": True,
-        # SGLang's host tier then has space for 2,457 tokens, fewer than the prompts of the eviction test have.
+        # With this ratio, SGLang's host tier has space for 2,457 tokens, fewer than the prompts of the eviction test
+        # have.
         "hicache_ratio": 1.2,
         "hicache_mem_layout": "page_first_direct",
         "hicache_io_backend": "direct",

@@ -1,4 +1,4 @@
-"""Imports SGLang once and forks the processes that tests need. This saves each process half a minute of a core.
+"""Imports SGLang once, and forks the processes that tests need. This saves half a minute of CPU time per process.
 
     python -m tests.engines_sglang.template SOCKET
 
@@ -22,8 +22,8 @@ from typing import Any
 ORDER_BYTES = 1 << 18
 """Largest size of an order in bytes."""
 OUTPUT, ERRORS, ENDED = range(3)
-"""Places of descriptors in an order: the process's standard output, its standard error, and the pipe to which it writes
-its exit code. The numbers of the descriptors after these are the program's first arguments.
+"""Positions of file descriptors in an order: the process's standard output, its standard error, and the pipe to which
+it writes its exit code. The numbers of the descriptors after these are the program's first arguments.
 """
 
 
@@ -41,8 +41,8 @@ def import_engine() -> None:
 
 
 def become(order: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """Runs the order's program in this process, as `python -m MODULE` or `python -c PROGRAM` would. Returns its exit
-    code.
+    """Runs the program of an order in this process, as `python -m MODULE` or `python -c PROGRAM` would do. Returns the
+    program's exit code.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -66,7 +66,8 @@ def become(order: dict[str, Any], descriptors: Sequence[int]) -> int:
 
 def main() -> None:
     asked = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # this process does not wait for its children
+    # needed because this process does not wait for its children, which would remain as zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     import_engine()
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, ORDER_BYTES, 8)

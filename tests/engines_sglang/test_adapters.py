@@ -1,4 +1,4 @@
-"""flexkv's names for the adapters in `--lora-paths`, made from SGLang's own records of the adapters.
+"""flexkv's names for the adapters in `--lora-paths`. flexkv makes them from SGLang's own records of the adapters.
 
 These tests start no engine, because SGLang 0.5.23 runs no adapter on a CPU: its LoRA layers need pinned memory.
 """
@@ -35,8 +35,8 @@ print(json.dumps({"number": number, "known": known, "changed": said}), flush=Tru
 
 
 def ask(folder: Path) -> dict[str, object]:
-    """Starts a process, which changes the adapter's files after it has named the adapter. Returns SGLang's number for
-    the adapter, flexkv's name for it, and flexkv's error after the change.
+    """Starts a process that names an adapter and then changes the adapter's files. Returns SGLang's number for the
+    adapter, flexkv's name for it, and flexkv's error after the change.
     """
     return run_child("-c", PROGRAM, str(folder))[-1]
 

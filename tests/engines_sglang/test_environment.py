@@ -1,4 +1,4 @@
-"""SGLang's test environment on machines whose Python has a `sitecustomize` of its own, such as Debian's Python."""
+"""SGLang's test environment works on machines whose Python has its own `sitecustomize`, such as Debian's Python."""
 
 from __future__ import annotations
 

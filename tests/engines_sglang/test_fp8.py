@@ -1,5 +1,5 @@
-"""KV in fp8, which a real SGLang engine keeps as bytes. Both integrations load it into different pages of the pool, and
-damage to it changes the answer.
+"""KV in fp8, which a real SGLang engine stores as bytes. The linker and the HiCache storage load it into different
+pages of the pool. Damage to it changes the answer.
 """
 
 from __future__ import annotations

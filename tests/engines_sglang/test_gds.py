@@ -1,5 +1,5 @@
-"""Pages that move between disk and a real SGLang engine's pool and bypass host memory. Answers are right, and a bad
-page ends its request, with the reason in the log.
+"""Pages that move directly between disk and a real SGLang engine's pool, and bypass host memory. Answers are right. A
+damaged page ends its request, and the log has the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GDS: dict[str, Any] = {
 def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
     model: Path, tmp_path: Path, judge: Judge
 ) -> None:
-    """Pages are stored and, after a restart, loaded without host memory. A bad page ends its request. This is one test
-    because engines start slowly.
+    """Pages are stored and, after a restart, loaded without host memory. A damaged page ends its request. This is one
+    test because engines start slowly.
     """
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -50,7 +50,8 @@ def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
         failed = second.ask_one("a")
         assert failed["finish"] == "abort", failed
         assert second.notes("landed")[-1]["landed"] is False
-        # flexkv drops the bad page. The next request gets hits on the pages before it, and the rest is computed.
+        # flexkv drops the damaged page. The next request gets hits on the pages before it, and the engine computes the
+        # rest.
         judge("a", second.ask_one("a"))
     log = (tmp_path / "second" / "engine.log").read_text()
     assert "disk miss (data)" in log

@@ -1,4 +1,5 @@
-"""flexkv as the storage of HiCache in a real SGLang engine: every answer equals that of an engine without flexkv."""
+"""A real SGLang engine whose HiCache has flexkv as its storage. Every answer equals that of an engine without
+flexkv."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys of SGLang's pages depend on all that affects KV: SGLang's arguments, its configurations and its requests."""
+"""Keys of SGLang's pages depend on everything that affects KV: SGLang's arguments, its configurations and its
+requests."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def test_files_quantisation_and_version_are_in_the_keys(parts: Parts) -> None:
 
 
 def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) -> None:
-    """With two KV heads and four ranks, the second rank holds the first head. With data parallelism of the attention
-    over two groups of two ranks, it holds the second head. Under different partitions, the second stage may have the
-    same number of layers, but not the same layers.
+    """Keys depend on the heads and layers in a rank's pages. With two KV heads and four ranks, the second rank holds
+    the first head. With data parallelism of the attention over two groups of two ranks, it holds the second head. Under
+    different partitions, the second pipeline stage may have the same number of layers, but not the same layers.
     """
     found = parts["identity_child"]["places"]
     assert found["heads"] == {
@@ -38,7 +39,7 @@ def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) ->
         "8,12,12": "dp0.pp1of3.from8.tp0of1",
         "10,12,10": "dp0.pp1of3.from10.tp0of1",
         "": "dp0.pp1of3.tp0of1",
-        # Control: SGLang ignores the partition if there is one stage.
+        # A control: SGLang ignores the partition if there is one stage.
         "one stage, 8,12,12": "dp0.pp0of1.tp0of1",
         "one stage, 10,12,10": "dp0.pp0of1.tp0of1",
         "one stage, ": "dp0.pp0of1.tp0of1",
@@ -46,8 +47,8 @@ def test_the_heads_and_layers_that_a_rank_holds_are_in_the_keys(parts: Parts) ->
 
 
 def test_decode_context_parallelism_is_refused(parts: Parts) -> None:
-    """With decode context parallelism, a page of SGLang's tree spans several ranks, and each rank's pool holds only
-    some of its tokens. flexkv would store and load the wrong places of the pool.
+    """flexkv refuses decode context parallelism. With it, a page of SGLang's tree spans several ranks, and each rank's
+    pool holds only some of its tokens. flexkv would store and load wrong addresses of the pool.
     """
     assert "decode context parallelism of 2" in parts["identity_child"]["places"]["refused"]
 
@@ -65,15 +66,16 @@ def test_weights_and_files_that_an_argument_names_count_by_content(parts: Parts)
 
 
 def test_environment_variables_that_change_kv_are_in_the_keys(parts: Parts) -> None:
-    # The last variable of the child's list is a control: it changes no KV.
+    # The last variable in the child's list, SGLANG_LOG_MS, is a control: it does not change KV.
     found = {"in vain": ["SGLANG_LOG_MS"], "apart by default": []}
     assert parts["identity_child"]["environment"] == found
 
 
 def test_weights_that_do_not_come_from_the_files_have_keys_of_one_run(parts: Parts) -> None:
-    """The files may have changed since another process or an earlier run read them."""
+    """If an engine gets its weights from another source than its files, its keys are valid for one run only. The files
+    may have changed since another process or an earlier run read them."""
     apart = ["remote_instance", "presharded", "ipc_cache", "client", "daemon"]
-    # Control: an engine that reads the files itself has the same keys again.
+    # A control: an engine that reads the files itself has the same keys in each run.
     assert parts["identity_child"]["other process"] == {"apart": apart, "apart, with identity.model": []}
 
 
@@ -86,7 +88,8 @@ def test_which_files_a_loader_reads_is_in_the_keys_and_its_speed_is_not(parts: P
 
 
 def test_attention_backends_are_in_the_keys_of_quantised_kv(parts: Parts) -> None:
-    """Some backends quantise the queries too. With other KV, backends differ only in the order of summation."""
+    """Keys depend on the attention backend if KV is quantised, because some backends then quantise the queries, too.
+    With other KV, backends differ only in the order of summation, and have the same keys."""
     assert parts["identity_child"]["attention"] == {
         "torch.float8_e4m3fn": 3,
         "torch.uint8, fp8_e4m3": 3,
@@ -103,8 +106,8 @@ def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Part
 
 
 def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
-    """SGLang identifies an image by 64 bits, which may collide. Without flexkv's hook, two images with equal digests
-    share all pages.
+    """Pages of a prompt with an image are hits only in the run that stored them. SGLang identifies an image by 64 bits,
+    which may collide. Without flexkv's hook, two images with equal digests share all pages.
     """
     assert parts["input_child"]["control: without the watch"]["shared"] == 3
     assert parts["input_child"]["images"] == {
@@ -120,8 +123,9 @@ def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
 
 
 def test_an_adapters_id_sent_as_extra_key_gets_no_pages_of_the_adapter(parts: Parts) -> None:
-    """SGLang's page hashes contain an adapter only by its id in the extra key. Without flexkv's hook, a client that
-    sends this id and no adapter shares all pages with requests that use the adapter.
+    """A client that sends an adapter's id as extra key gets no pages of the adapter. SGLang's page hashes contain an
+    adapter only by its id in the extra key. Without flexkv's hook, such a client would share all pages with requests
+    that use the adapter.
     """
     assert parts["input_child"]["control: an id without the watch"]["shared"] == 2
     assert parts["input_child"]["an adapter's id as extra key"] == {

@@ -1,4 +1,4 @@
-"""KV events of a real SGLang engine with flexkv as its linker. A router that sees only these events can predict which
+"""KV events of a real SGLang engine with flexkv as its linker. A router that gets only these events can predict which
 tokens are hits.
 """
 
@@ -23,17 +23,17 @@ from tests.engines_sglang.spied import Spied
 
 HEARD_S = 60.0
 SUBSCRIBED_S = 0.5
-"""Seconds after the handshake within which the publisher reads the subscription."""
+"""Seconds after the handshake within which the publisher has read the subscription."""
 OURS = ("CPU_PINNED", "DISK")
 SMALL_HOST_BYTES = 8 << 20
-"""Host memory for about 120 pages of the tiny model."""
+"""Bytes of host memory for about 120 pages of the tiny model."""
 
 Page = dict[str, Any]
 
 
 class Router:
-    """Subscribes to events as SGLang's gateway and Dynamo do, and records on which media each page is. It does not
-    compute page hashes: it finds a prompt's pages by their tokens and parents.
+    """Subscribes to events as SGLang's gateway and Dynamo do, and records which media (device, host memory, disk) have
+    each page. It does not compute page hashes: it finds a prompt's pages by their tokens and parents.
     """
 
     def __init__(self, port: int) -> None:
@@ -48,8 +48,8 @@ class Router:
         self.removed = dict.fromkeys(self.has, 0)
 
     def join(self) -> None:
-        """Waits until the engine's publisher has this router's subscription. Events that it publishes earlier are
-        lost.
+        """Waits until the engine's publisher has this router's subscription. The router would not get events that are
+        published earlier.
         """
         assert self._monitor.poll(int(HEARD_S * 1000)), "the engine's publisher was not reached"
         time.sleep(SUBSCRIBED_S)
@@ -66,7 +66,7 @@ class Router:
         if not self._socket.poll(wait_ms):
             return
         _, number, payload = self._socket.recv_multipart()
-        # The engine may have published batches before this router subscribed, so the first number may be any number.
+        # The engine may have published batches before this router subscribed, so the first batch may have any number.
         assert self._last in (-1, int.from_bytes(number, "big") - 1), "a batch was lost"
         self._last = int.from_bytes(number, "big")
         for event in msgspec.msgpack.decode(payload)[1]:
@@ -86,13 +86,15 @@ class Router:
         parent, size = event["parent_block_hash"], event["block_size"]
         for at, each in enumerate(event["block_hashes"]):
             page = {"parent": parent, "tokens": event["token_ids"][at * size : (at + 1) * size], "size": size}
-            # On the device, SGLang's own format announces the pages of different extra keys with the same hashes.
+            # In SGLang's own format, the pages of requests with different extra keys have the same hashes. So a page
+            # may be announced on the device twice.
             assert event["medium"] == "GPU" or each not in self.has[event["medium"]], "announced twice"
             self.has[event["medium"]][each] = page
             parent = each
 
     def predicted(self, name: str, media: tuple[str, ...] = OURS) -> int:
-        """Returns how many tokens of a prompt are on these media, counted from its first page to the first gap."""
+        """Returns how many tokens of a prompt are on the given media, counted from its first page to the first missing
+        page."""
         named = {
             (page["parent"], tuple(page["tokens"])): each
             for medium in media
@@ -129,7 +131,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
     disk = tmp_path / "disk"
     disk.mkdir()
     publisher = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{router.port}", "bind": True}
-    # If the engine slept while idle, it would publish events of the disk only with the next request.
+    # An engine that sleeps while it is idle would publish events of the disk only with the next request.
     arguments = {"kv_events_config": json.dumps(publisher), "sleep_on_idle": False}
     settings: dict[str, Any] = {"host__bytes": SMALL_HOST_BYTES, "disk__compute_if_faster": False}
     spied = Spied(model, tmp_path / "engine", disk, arguments, **settings)
@@ -139,7 +141,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
             judge(name, spied.ask_one(name))
             for medium in OURS:
                 router.hear_until(partial(router.has_all, name, medium), f"{name} on {medium}")
-        # Pages with generated tokens are stored a moment after those of the prompts.
+        # Pages with generated tokens are stored a moment after those of the prompts, so this waits for them.
         on_device = router.has["GPU"]
         router.hear_until(
             lambda: all(router.has[medium].keys() == on_device.keys() for medium in OURS), "all pages"
@@ -148,22 +150,21 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
             assert router.has[medium], "the words are those of the engine's own events"
             assert {each: on_device.get(each) for each in router.has[medium]} == router.has[medium]
 
-        # In SGLang's own format, another caller's pages would have the same hashes, so flexkv does not announce them.
+        # In SGLang's own format, another caller's pages have the same hashes, so flexkv does not announce them.
         before = {medium: dict(router.has[medium]) for medium in OURS}
         spied.ask_one("a", extra_key="a tenant")
         spied.settle()
         router.hear(1000)
         assert {medium: router.has[medium] for medium in OURS} == before
 
-        # Other prompts evict the pages of "a" from host memory.
+        # The other prompts make flexkv evict the pages of "a" from host memory.
         for name in FILLERS:
             judge(name, spied.ask_one(name))
         router.hear_until(lambda: router.predicted("a", ("CPU_PINNED",)) == 0, "its removal from host memory")
         assert router.removed["CPU_PINNED"] >= whole("a") // PAGE_TOKENS
         assert router.predicted("a", ("DISK",)) == whole("a")
 
-        # On a flush, the engine announces that all pages are gone. flexkv then announces the pages that it still has
-        # again.
+        # On a flush, the engine announces that all pages are gone. Then flexkv announces its remaining pages again.
         cleared = router.cleared
         spied.forget()
         router.hear_until(lambda: router.cleared > cleared, "the flush")
@@ -173,7 +174,7 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
         judge("a", answer)
         assert answer["host"] == whole("a"), "as predicted"
 
-        # After the weights have changed, no page is left.
+        # After a change of the weights, no page remains.
         cleared = router.cleared
         assert spied.engine.call("update_weights", path=str(model))
         router.hear_until(lambda: router.cleared > cleared, "the reset")
@@ -187,14 +188,14 @@ def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: R
 
 CALLERS = ("nobody", "salt", "adapter", "extra key", "extra key and salt")
 UNNAMED = {"extra key", "extra key and salt"}
-"""Callers whose pages have, in SGLang's own format, the same hashes as those of other callers."""
+"""Callers whose pages have the same hashes as those of other callers in SGLang's own format."""
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("form", ["default", "dynamo"])
 def test_pages_are_announced_with_the_engines_own_words(parts: Parts, core: str, form: str) -> None:
-    """Compares, for each caller, how many pages are announced on the device and in host memory, and whether a page is
-    announced with the same fields for both.
+    """flexkv announces each page in host memory with the same fields as SGLang announces it on the device. Compares,
+    for each caller, how many pages are announced on each of the two media, and with which fields.
     """
     left_out = UNNAMED if form == "default" else set()
     expected = {caller: [6, 0 if caller in left_out else 6, True] for caller in CALLERS}

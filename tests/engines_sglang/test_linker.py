@@ -1,4 +1,4 @@
-"""flexkv as the external linker of a real SGLang engine: every answer equals that of an engine without flexkv."""
+"""A real SGLang engine with flexkv as its external linker. Every answer equals that of an engine without flexkv."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.plugins.asking_plugin import ASKS, TELLS
 from tests.unit.plugins.plugin_folders import plugin, processes_of, wait_for
 
 UNIT = "dp0.pp0of1.tp0of1"
-"""Name of the unit of the only rank."""
+"""Name of the unit of the engine's only rank."""
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_an_aborted_request_harms_nobody(spied: Spied, judge: Judge) -> None:
 def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied: Spied, model: Path, disk: Path, judge: Judge
 ) -> None:
-    """Each engine takes over the folder of the one that was killed before it. This is one test because engines start
-    slowly.
+    """If schedulers are killed during a load and during a store, their folder still serves its pages. Each engine takes
+    over the folder of the engine that was killed before it. This is one test because engines start slowly.
     """
     spied.ask("a")
     spied.settle()
@@ -97,7 +97,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied.order("die-0", "load")
     with pytest.raises(RuntimeError, match="ended"):
         spied.ask("a", "b")
-    # The next engine can lock the folder, and durable pages are still there.
+    # The next engine can lock the folder, and the durable pages are still there.
     with starting_by("fork"):
         again = Spied(model, spied.folder.parent / "second", disk)
     with again.engine:

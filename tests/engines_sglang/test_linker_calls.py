@@ -1,5 +1,5 @@
-"""Direct calls of the linker, with SGLang's own transfers and wrapper, for cases that a running engine cannot be made
-to show.
+"""Direct calls of the linker with SGLang's own transfers and wrapper. The cases cannot be produced in a running
+engine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
 
 
 def test_pages_stored_between_new_weights_and_the_flush_are_forgotten(parts: Parts) -> None:
-    """SGLang can update weights while requests run, or without emptying its tree, and flush the tree later. Until the
-    flush, it stores KV that was computed in part with the former weights.
+    """flexkv forgets pages that were stored between an update of the weights and the flush. SGLang can update weights
+    while requests run, or without emptying its tree, and flush the tree later. Until the flush, it stores KV that was
+    computed in part with the former weights.
     """
     assert parts["linker_child"]["new weights"] == {
         "before": [],
@@ -58,8 +59,8 @@ def test_weights_that_are_written_without_a_call_empty_the_cache(parts: Parts) -
 
 
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
-    """SGLang's own code releases the memory without asking its caches whether copies are in flight. flexkv's hook in
-    that code waits for the copies.
+    """The pool's memory is released only after all copies have ended. SGLang's own code releases it without asking its
+    caches whether copies are in flight. flexkv's hook in that code waits for the copies.
     """
     released = {"moving": [0], "unregistered before releases": [0], "stored": [1]}
     assert parts["linker_child"]["released"] == released
@@ -78,8 +79,8 @@ def test_a_refused_linker_holds_no_folder(parts: Parts) -> None:
 
 
 def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
-    """Runs with stand-ins for streams, whose work runs only when something waits for them. Copies run as early as their
-    fences allow.
+    """Copies wait for the stream that writes the pool. The test uses stand-ins for streams, whose work runs only when a
+    caller waits for them. Copies run as early as their fences allow.
     """
     for case in ("fenced", "fenced with one stream"):
         assert parts["linker_child"][case] == {
@@ -94,8 +95,8 @@ def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None
 
 
 def test_sglangs_page_hashes_keep_callers_apart(parts: Parts) -> None:
-    """Callers differ in extra key, salt, adapter, or several of these. Each caller first gets no hit on the pages of
-    the callers before it, and then gets hits on its own pages.
+    """SGLang's page hashes differ between callers with different extra keys, salts or adapters, or several of these.
+    Each caller first gets no hit on the pages of earlier callers, and then gets hits on its own pages.
     """
     served = parts["hash_child"]["served"]["pages"]
     assert len(served) == 10

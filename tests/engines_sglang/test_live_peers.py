@@ -1,5 +1,5 @@
-"""A real SGLang engine and a real vLLM engine run at the same time. Each loads, from the other one's host memory, pages
-that the other one computed.
+"""A real SGLang engine and a real vLLM engine run at the same time. Each of them loads pages that the other one
+computed, from the other one's host memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ WITHIN_S = 120.0
 
 
 def wait_known(folder: Path, pages: int, copied: int = 0) -> None:
-    """Waits until the units together know at least `pages` pages in their peers' host memory, and have copied at least
-    `copied` pages.
+    """Waits until the units together know at least `pages` pages in their peers' host memory, and until they have
+    copied at least `copied` pages.
     """
     ends_s = time.monotonic() + WITHIN_S
     while True:
@@ -54,7 +54,7 @@ def test_each_engine_is_served_by_the_other_while_both_run(model: Path, judge: J
         other = vllm.ask("b")
         judge_vllm("b", other)
         more = CACHED["b"] // BLOCK_TOKENS
-        wait_known(run, 2 * pages + more)  # vLLM now has copies of the first prompt's pages too
+        wait_known(run, 2 * pages + more)  # vLLM's copies of the first prompt's pages count, too
         answer = sglang.ask("b")
         judge("b", answer)
         assert answer["cached"] == CACHED["b"]

@@ -1,4 +1,4 @@
-"""SGLang and vLLM use one folder. Each gets hits on pages that the other one stored, which are converted to its own
+"""SGLang and vLLM use one folder. Each gets hits on pages that the other one stored. They are converted to its own
 encoding.
 """
 
@@ -24,7 +24,7 @@ from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, Judge, judge_o
 from tests.engines_sglang.spied import wait_until_durable
 
 BLOCK_TOKENS = 32
-"""Tokens per block: the smallest number that vLLM allows on a CPU. SGLang uses it as its page size."""
+"""Number of tokens per block: the smallest that vLLM allows on a CPU. SGLang uses it as its page size."""
 
 WRITTEN_DEADLINE_S = 60.0
 NAMED_DEADLINE_S = 60.0
@@ -38,15 +38,15 @@ SETTINGS = {
     "host.bytes": 48 << 20,
     "keys.scheme": "common",
     "disk.bytes_per_folder": 64 << 20,
-    # The machine may be busy, and the test checks what the disk serves, not how fast.
+    # The test checks which pages the disk serves, not how fast, because the machine may be busy.
     "disk.compute_if_faster": False,
     "load.lookup_wait_s": 30.0,
 }
 
 
 class Sglang:
-    """An SGLang engine that uses the folder. Its arguments have neither a linker nor settings of flexkv. flexkv's entry
-    point supplies the linker, and a file and environment variables supply the settings.
+    """An SGLang engine that uses the folder. Its arguments contain neither a linker nor settings of flexkv: flexkv's
+    entry point adds the linker, and the settings come from a file and environment variables.
     """
 
     def __init__(self, model: Path, log: Path, disk: Path, **more: str) -> None:
@@ -71,7 +71,7 @@ class Sglang:
 
 
 class Vllm:
-    """A vLLM engine that uses the folder. If the folder is None, the engine has no flexkv and no prefix cache."""
+    """A vLLM engine that uses the folder. If `disk` is None, the engine has no flexkv and no prefix cache."""
 
     def __init__(self, model: Path, log: Path, disk: Path | None, **more: str) -> None:
         arguments: dict[str, Any] = {
@@ -126,7 +126,7 @@ def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iter
 
 
 def wait_for_weights(engine: Sglang | Vllm) -> None:
-    """Waits until flexkv has the digest of the engine's weights. Until then pages on disk are not served, and an
+    """Waits until flexkv has the digest of the engine's weights. Until then flexkv serves no pages from disk. An
     engine's start waits only a few seconds for the digest.
     """
     ends_s = time.monotonic() + NAMED_DEADLINE_S
@@ -165,7 +165,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
         judge("b", answer)
         assert answer["cached"] == CACHED["b"]
 
-    # Control: if pages are converted from a wrong encoding, the answer differs.
+    # A control: if pages are converted from a wrong encoding, the answer differs.
     say_another_order(spoiled)
     with over(spoiled, Vllm(model, tmp_path / "vllm-spoiled.log", spoiled)) as vllm:
         answer = vllm.ask("a")
@@ -177,7 +177,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
 
 
 def say_another_order(disk: Path) -> None:
-    """Changes the encoding in the slab's header from SGLang's, tokens before heads, to heads before tokens."""
+    """Changes the encoding in the slab's header from SGLang's order (tokens before heads) to heads before tokens."""
     [slab] = disk.rglob("*.slab")
     header = read_header(str(slab))
     raw = bytearray(slab.read_bytes()[: header.header_bytes])

@@ -1,4 +1,4 @@
-"""SGLang's own flag --enable-flexkv ends with an error that says which flags to use instead. The sample file contains
+"""SGLang's own flag --enable-flexkv ends with an error that names the flags to use instead. The sample file contains
 these flags.
 """
 

@@ -1,5 +1,5 @@
-"""flexkv's entry point in `sglang.srt.plugins`. SGLang's own loader finds it, and it makes flexkv the linker if the
-engine's arguments have none.
+"""flexkv's entry point in `sglang.srt.plugins`. SGLang's own loader finds it. It makes flexkv the linker if the
+engine's arguments name no linker.
 """
 
 from __future__ import annotations

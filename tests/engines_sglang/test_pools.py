@@ -51,7 +51,8 @@ HOST_POOLS = [
 
 @pytest.mark.parametrize("name", HOST_POOLS)
 def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -> None:
-    """Runs with HiCache's pools in each layout, except latents in `page_head`, which would split heads."""
+    """Pages of HiCache's host pools are stored and loaded byte for byte, in each layout. Latents in `page_head` are
+    left out, because this layout splits heads."""
     assert parts["host_pool_child"][name] == {
         "stored": [[True, True]] * 2,
         "found": 2,
@@ -66,13 +67,13 @@ def test_kinds_of_fp8_that_a_host_pool_holds_as_bytes_have_different_keys(parts:
     found = parts["host_pool_child"]["dtypes of keys"]
     for name in ("mha fp8", "mla fp8"):
         assert found[name] == ["torch.uint8, fp8_e4m3", "torch.uint8, fp8_e5m2"]
-    # Control: other pools keep their dtype, which distinguishes them.
+    # A control: other pools keep their dtype, which distinguishes them.
     assert found["mha fp16"] == ["torch.float16"] * 2
 
 
 def test_every_rank_stores_its_latents(parts: Parts) -> None:
-    """Without flexkv's storage, SGLang lets only the first rank store latents. The other ranks would never get a hit.
-    Because all ranks must agree on a hit, no rank would get one.
+    """With flexkv's storage, every rank stores its latents. Without it, SGLang lets only the first rank store latents,
+    and the other ranks would never get a hit. Since all ranks must agree on a hit, no rank would get one.
     """
     assert parts["host_pool_child"]["writers of latents"] == {"before": False, "after": True}
 
@@ -85,10 +86,10 @@ def test_context_parallelism_with_hicache_is_refused(parts: Parts) -> None:
 def test_pages_of_former_weights_that_hicache_stores_late_are_forgotten(parts: Parts) -> None:
     assert parts["host_pool_child"]["new weights"] == {
         "former": False,
-        # Until the flush, SGLang's own tiers serve such KV too.
+        # Until the flush, SGLang's own tiers serve such KV, too.
         "late": True,
         "late, after the flush": False,
-        # Control: a flush without new weights forgets nothing.
+        # A control: a flush without new weights forgets no page.
         "new, after another flush": True,
     }
 

@@ -1,5 +1,5 @@
-"""flexkv as SGLang's linker, with Mooncake Store as its remote tier. An engine gets hits on pages that the engine
-before it stored; its lookup waits for the store.
+"""flexkv as SGLang's linker, with Mooncake Store as its remote tier. An engine's lookup waits for the store, and gets
+hits on pages that the previous engine stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.servers.namespace import Namespace, network_namespace
 
 UNIT = "dp0.pp0of1.tp0of1"
 WAIT_S = 30.0
-"""Limit for waits on the store; generous, because the machine may be busy."""
+"""Time limit, in seconds, for waits on the store. It is generous, because the machine may be busy."""
 WRITTEN_S = 60.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "SGLANG_HOST_IP": "127.0.0.1"}
 """Environment of the engines: they use loopback, the only network interface of the namespace."""
@@ -74,7 +74,8 @@ def started(namespace: Namespace, master: Master, model: Path, log: Path) -> Ite
         remote__probe_s=10.0,
         remote__wait_s=WAIT_S,
         load__lookup_wait_s=WAIT_S,
-        # The tiny model computes faster than any store can be read, and flexkv must not compute instead of reading.
+        # The tiny model computes faster than any store can be read. This setting keeps flexkv from computing instead of
+        # reading.
         disk__compute_if_faster=False,
     )
     with InNamespace(namespace, model, log, {**told, "enable_metrics": True}) as engine:
@@ -90,7 +91,7 @@ def test_an_engine_over_mooncake_serves_the_next_one(model: Path, tmp_path: Path
                 assert answer["cached"] == 0
             first.wait_written(PAGES)
         with started(namespace, master, model, tmp_path / "second.log") as second:
-            # Control: a request with a different salt gets no hit.
+            # A control: a request with a different salt gets no hit.
             assert second.ask_one("a", cache_salt="a tenant")["cached"] == 0
             for name in NAMES:
                 answer = second.ask_one(name)

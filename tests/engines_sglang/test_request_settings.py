@@ -1,4 +1,4 @@
-"""Settings of requests (docs/requests.md) in a real SGLang engine with flexkv as its external linker."""
+"""Settings of single requests (docs/requests.md) in a real SGLang engine with flexkv as its external linker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def ask(spied: Spied, judge: Judge) -> Ask:
-    """Sends a prompt with settings after the engine's own cache was emptied. Returns the number of cached tokens."""
+    """Empties the engine's own cache, then sends a prompt with the given settings. Returns the number of cached
+    tokens."""
 
     def run(name: str, **settings: Any) -> int:
         spied.forget()
@@ -88,7 +89,8 @@ def test_what_cannot_be_read_ends_no_engine_and_is_named(spied: Spied, ask: Ask)
 
 
 def test_only_named_tiers_are_read(spied: Spied, model: Path, disk: Path, judge: Judge) -> None:
-    """Uses a second engine, whose host memory is empty, with the folder that the first one wrote."""
+    """A request reads only the tiers that its settings name. The second engine uses the folder that the first one
+    wrote; its host memory is empty."""
     spied.forget()
     spied.ask_one("b")
     spied.settle()

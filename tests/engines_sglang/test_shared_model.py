@@ -70,7 +70,8 @@ def test_models_that_others_would_compute_differently_are_refused(tmp_path: Path
     assert len({said["plain"], *said["kernels"]}) == 3
     # A rank's pages contain only its heads, so their keys differ from those of other ranks and of an unsplit model.
     assert len({said["plain"], *said["ranks"]}) == 3
-    # So do arguments, Python files and environment variables that change KV. Remote code without a file does not.
+    # Arguments, Python files and environment variables that change KV change the keys, too. Remote code without a file
+    # does not.
     settings = dict(said["settings"])
     assert settings.pop("remote code") == settings.pop("same files") == said["plain"]
     assert len({said["plain"], *settings.values()}) == 6

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks of a real SGLang engine, each with its own manager. Both must load and store the same
+"""Two tensor-parallel ranks of a real SGLang engine, each with its own manager. The two must load and store the same
 pages, even if something fails on one of them.
 """
 
@@ -16,8 +16,8 @@ from tests.engines_sglang.stored import Stored
 
 TWO_RANKS = {"tp_size": 2}
 ONE_CPU_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-"""Environment variable that lists the CPUs of each rank. SGLang requires it if there are more ranks than memory nodes,
-but binds ranks to the CPUs only if its kernels for CPUs are installed.
+"""Environment variable that lists the CPUs of each rank. SGLang requires it if there are more ranks than memory nodes.
+It binds ranks to these CPUs only if its kernels for CPUs are installed.
 """
 NAMES = ("a", "b", "aborted")
 ALIKE = ("lookup", "load", "landed", "offload", "stored")
@@ -25,7 +25,7 @@ ALIKE = ("lookup", "load", "landed", "offload", "stored")
 
 @pytest.fixture(scope="module")
 def judge_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """A judge with the answers of two ranks without flexkv and without a cache of their own."""
+    """A judge with the answers of an engine of two ranks, without flexkv and without a cache of its own."""
     log = tmp_path_factory.mktemp("two-ranks-alone") / "engine.log"
     return judge_by(model, log, NAMES, TWO_RANKS, **ONE_CPU_EACH)
 
@@ -39,7 +39,7 @@ def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_alike(spied: Spied, *whats: str) -> None:
-    """Asserts that both ranks noted the same events in the same order: the same pages and the same results."""
+    """Asserts that the two ranks noted the same events in the same order: the same pages and the same results."""
     for what in whats:
         assert spied.notes(what, rank=0) == spied.notes(what, rank=1), what
         assert spied.notes(what), f"nothing of {what} to compare"
@@ -58,7 +58,7 @@ def test_a_page_that_is_damaged_on_one_rank_fails_the_load_on_both(spied: Spied,
     assert failed["finish"] == "abort", failed
     landed = [spied.notes("landed", rank)[-1]["landed"] for rank in (0, 1)]
     assert landed == [True, False], "the other rank's page was whole"
-    # After a page is lost on one rank, both ranks load or compute it again and store it. Then it is a hit.
+    # After one rank has lost a page, the two ranks load or compute it again and store it. Then it is a hit.
     judge_two("a", spied.ask_one("a"))
     spied.forget()
     served = spied.ask_one("a")

@@ -1,1 +1,2 @@
-"""Tests with vLLM 0.33's own Python code (engine, scheduler, connector interface, Model Runner V2) on a mocked CUDA."""
+"""Tests with the Python code of vLLM 0.33 (engine, scheduler, connector interface, Model Runner V2) on a mocked
+CUDA."""

@@ -1,4 +1,4 @@
-"""Cases of blending: a prompt contains documents that were computed one by one, in a different order."""
+"""Cases of blending. A prompt contains documents that were computed one by one, but in a different order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _blend(lab: Engine, ids: list[int], ask: dict[str, Any], tokens: int = ANSWE
 def blended(
     model: str, transfer: Transfer = None, sizes: Sequence[int] = (), broken: bool = False, **engine: Any
 ) -> Found:
-    """Computes a prompt in full, and blends it with a ratio of 1 and of a third.
+    """Computes a prompt in full, then blends it with a ratio of 1 and with a ratio of a third.
 
     Args:
         sizes: number of tokens of each document.

@@ -1,6 +1,7 @@
 """The cases that tests run. Each case starts an engine in this process, and returns the engine's answers.
 
-`transfer` is vLLM's `kv_transfer_config`; None to run without flexkv. Cases with sleep mode are in `sleeping.py`.
+The argument `transfer` is vLLM's `kv_transfer_config`, or None to run without flexkv. Cases with sleep mode are in
+`sleeping.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def case(function: Case) -> Case:
 
 @case
 def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Prompts are computed, then hits in vLLM's own prefix cache, then hits in flexkv: one by one, and all at once."""
+    """Computes prompts, then sends them again: first they are hits in vLLM's own prefix cache, then hits in flexkv.
+    Sends them one by one, and all at once."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.drain()
@@ -45,7 +47,7 @@ def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Ten requests run at once. They share their first 200 tokens, and together exceed the token budget of a step."""
+    """Runs ten requests at once. They share their first 200 tokens, and together exceed the token budget of a step."""
     lab = Engine(model, transfer, **engine)
     shared = prompt_tokens(200, 4)
     prompts = [shared + prompt_tokens(40 + 37 * number, 10 + number) for number in range(10)]
@@ -59,7 +61,8 @@ def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """vLLM's prefix cache is not reset, but the pool is too small for all prompts, so vLLM evicts some of them."""
+    """Runs prompts without a reset of vLLM's prefix cache. The pool is too small for all of them, so vLLM evicts
+    some."""
     small = {"num_gpu_blocks_override": 56, "max_model_len": 512, "max_num_batched_tokens": 256}
     lab = Engine(model, transfer, **(small | engine))
     prompts = [prompt_tokens(200 + number, 30 + number) for number in range(8)]
@@ -71,7 +74,8 @@ def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A request with a hit in flexkv is aborted after zero, one, two and three steps. Then it is sent again."""
+    """Aborts a request with a hit in flexkv after zero, one, two and three steps. Each time, sends the request
+    again."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run([LONG]))
     states = []
@@ -91,7 +95,8 @@ def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Three requests generate more tokens than the pool has blocks for; their prompts alone fit."""
+    """Runs three requests, so that vLLM preempts some of them. Their prompts fit into the pool, but not all tokens that
+    they generate."""
     small = {"num_gpu_blocks_override": 28, "max_model_len": 256}
     lab = Engine(model, transfer, **(small | engine))
     prompts = [prompt_tokens(121 + 5 * number, 50 + number) for number in range(3)]
@@ -103,8 +108,8 @@ def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Conversations have two turns. Generated tokens of the first turn, drafted or not, are stored and are hits in the
-    second.
+    """Runs conversations of two turns. Tokens that were generated in the first turn are stored, drafted or not, and are
+    hits in the second turn.
     """
     lab = Engine(model, transfer, **engine)
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
@@ -119,11 +124,11 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """vLLM defers allocations and frees. It notifies the connector of an allocation only when it processes the step's
-    output, and frees the blocks of a finished request only when no step in flight uses them. In a second part, a
-    request is aborted between its allocation and its load.
+    """Runs requests while vLLM defers allocations and frees. It then notifies the connector of an allocation only when
+    it processes the step's output. It frees the blocks of a finished request only when no step in flight uses them. A
+    second part aborts a request between its allocation and its load.
 
-    vLLM 0.33 does this only for HiSparse, so the case sets the scheduler's switches itself.
+    vLLM 0.33 defers them only for HiSparse, so the case sets the scheduler's switches itself.
     """
     lab = Engine(model, transfer, **engine)
     scheduler = lab.scheduler
@@ -151,7 +156,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         scheduler.connector.update_state_after_alloc = watched
 
     def beside_another() -> list[Request]:
-        """Runs a request, and `LONG`, which is added while the first one runs. Returns both answers."""
+        """Runs a request, and adds `LONG` while it runs. Returns the answers to the two requests."""
         running = lab.add(SHORTER, 12)
         lab.step_until(lambda: len(lab.requests[running].tokens) > 3, "the first request runs")
         waiting = lab.add(LONG, ANSWER_TOKENS)
@@ -166,8 +171,8 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     update = scheduler.update_from_output
 
     def abort_first(*arguments: Any) -> Any:
-        """Aborts a request at the point where the core aborts for its clients: after a step, before its output is
-        processed.
+        """Aborts a request at the point where the core processes aborts of its clients: after a step, before the step's
+        output is processed.
         """
         if scheduler.deferred_loads and not aborted:
             aborted.extend(scheduler.deferred_loads)
@@ -201,7 +206,7 @@ def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Starts an engine once and sends the prompts. A test runs this several times with one folder on disk."""
+    """Starts an engine once and sends the prompts. A test runs this case several times with one folder on disk."""
     lab = Engine(model, transfer, **engine)
     lab.note("asked", lab.run_each(PROMPTS))
     return lab.end()
@@ -209,8 +214,8 @@ def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The load of a prompt's first blocks fails. Then the prompt is sent again, and gets hits on the blocks that were
-    computed and stored after the failure.
+    """Lets the load of a prompt's first blocks fail. Then sends the prompt again, which gets hits on the blocks that
+    were computed and stored after the failure.
     """
     lab = Engine(model, transfer, **engine)
     lab.note("beginning", lab.run([LONG[:170]]))
@@ -223,11 +228,10 @@ def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = True, **engine: Any) -> Found:
-    """Another connector, which comes before flexkv in a MultiConnector, promises a prompt's first blocks and does not
-    deliver them.
+    """Runs a prompt whose first blocks another connector promises and does not load. This connector comes before flexkv
+    in a MultiConnector.
 
-    Args:
-        knows_runner: False for a control, in which flexkv takes Model Runner V2 for V1.
+    Args:     knows_runner: False for a control, in which flexkv takes Model Runner V2 for V1.
     """
     from flexkv.adapters.vllm.engine_spec import EngineRole
 
@@ -247,7 +251,7 @@ def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = T
 
 @case
 def announced(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Records the KV events from the first block until after a reset of both caches."""
+    """Returns the KV events from the first block until after a reset of vLLM's cache and flexkv's."""
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     lab = Engine(model, transfer, kv_events_config=events, **engine)
     said: list[dict[str, Any]] = []

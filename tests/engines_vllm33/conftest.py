@@ -1,4 +1,4 @@
-"""Fixtures of these tests, which run cases with flexkv and without it."""
+"""Fixtures of these tests. They run cases with flexkv and without it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ FAULTY = {
     "kv_connector": "FaultyConnector",
     "kv_connector_module_path": "tests.engines.faulty_connector",
 }
-"""A `kv_transfer_config` for flexkv's connector with a mover that follows the rules in FAULT_RULES."""
+"""A `kv_transfer_config` for flexkv's connector with a mover that follows the fault rules in FAULT_RULES."""
 
 PROMISING: dict[str, Any] = {
     "kv_connector": "PromisingConnector",
     "kv_connector_module_path": "tests.engines.promising_connector",
     "kv_role": "kv_both",
 }
-"""A `kv_transfer_config` for a connector that promises tokens and does not deliver them."""
+"""A `kv_transfer_config` for a connector that promises tokens and does not load them."""
 
 OFF: dict[str, Any] = {"async_scheduling": False}
 APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -61,22 +61,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
-    """Makes a `kv_transfer_config`. Settings are given by dotted name, with `__` for each dot."""
+    """Makes a `kv_transfer_config` for flexkv. Callers give settings by their dotted names, with `__` for each dot."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     return {**base, "kv_connector_extra_config": {"host.bytes": 1 << 26, "identity.model": "tiny", **named}}
 
 
 def within_step(mode: str, base: Mapping[str, Any] = FLEXKV) -> dict[str, Any]:
-    """Makes a `kv_transfer_config` for loads within the step; async scheduling must be off. Model Runner V2 cannot
-    reset a running request to an earlier position, so flexkv loads within its steps only if a failed load ends the
-    request.
+    """Makes a `kv_transfer_config` for loads within the step. Async scheduling must be off. With Model Runner V2, a
+    failed load must end its request, because this runner cannot reset a running request to an earlier position.
+    Otherwise flexkv does not load within its steps.
     """
     return {**flexkv(base, load__mode=mode), "kv_load_failure_policy": "fail"}
 
 
 def multi(*connectors: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a `kv_transfer_config` with several connectors. The first one that has tokens loads them; all of them
-    store.
+    """Makes a `kv_transfer_config` with several connectors. vLLM loads tokens from the first one that has them, and
+    stores in all of them.
     """
     return {
         "kv_connector": "MultiConnector",
@@ -94,11 +94,11 @@ def environment(work: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_VISIBLE_DEVICES": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # FlashInfer's kernels do not run on a CPU.
+        # FlashInfer's kernels do not run on a CPU, so they must be off.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CACHE_ROOT": str(work / "vllm"),
         "TRITON_CACHE_DIR": str(work / "triton"),
-        # The models are tiny, so one thread suffices; and these tests use no network.
+        # The models are tiny, so one thread suffices. These tests use no network except loopback.
         "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -109,7 +109,7 @@ def environment(work: Path) -> dict[str, str]:
 
 
 class Cases:
-    """Runs cases one after the other. Results of cases without flexkv are remembered.
+    """Runs cases one after the other. It keeps the results of cases without flexkv, to use them again.
 
     Attributes:
         work: folder for logs, models and caches.
@@ -165,7 +165,7 @@ class Cases:
         return {**answer["value"], "log": said}
 
     def alone(self, case: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Found:
-        """Runs the same case without flexkv, or returns the result of an earlier such run."""
+        """Runs the same case without flexkv. If it has run before, returns the earlier result."""
         key = json.dumps([case, environment, arguments], sort_keys=True)
         if key not in self._alone:
             self._alone[key] = self.run(case, None, environment, **arguments)
@@ -177,7 +177,7 @@ class Cases:
         try:
             self._server.wait(10.0)
         except subprocess.TimeoutExpired:
-            # The server leads its own session, so its process group has only the server and its children.
+            # The server is the leader of its own session, so its process group has only the server and its children.
             os.killpg(self._server.pid, 9)
             self._server.wait()
 
@@ -192,7 +192,7 @@ class Cases:
                 said = log if log.exists() else self.work / "server.log"
                 what = "the server of cases ended" if ready else f"no answer in {deadline_s:.0f} s"
                 if not ready:
-                    # A late answer would be taken for the answer of the next case.
+                    # The server is killed, because a late answer would be taken for the answer of the next case.
                     os.killpg(self._server.pid, 9)
                 pytest.fail(f"{what}\n{said.read_text(errors='replace')[-LOG_TAIL:]}")
             line += more

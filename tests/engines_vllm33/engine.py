@@ -13,10 +13,10 @@ BLOCK_TOKENS = 16
 POOL_BLOCKS = 256
 DEADLINE_S = 120.0
 SPOILT = 0x3F
-"""The byte that overwrites KV. Two such bytes are 0.75 in bfloat16, a wrong number with which vLLM can compute."""
+"""The byte that overwrites KV. Two such bytes are 0.75 in bfloat16: a wrong number, but vLLM can compute with it."""
 
 ANSWER_TOKENS = 4
-"""Number of tokens of an answer. Each token takes a step, and even the first one depends on the KV of the complete
+"""Number of tokens in an answer. Each token takes a step, and even the first one depends on the KV of the complete
 prompt.
 """
 
@@ -46,12 +46,13 @@ class Request:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class, in the process in which the worker runs."""
+    """Methods that tests call in the worker's process. vLLM adds them to its worker class."""
 
     vllm_config: Any
 
     def has_overwritten_kv(self) -> bool:
-        """Overwrites the KV memory. flexkv takes a method whose name begins with `has_` to leave the weights."""
+        """Overwrites the KV memory. Its name begins with `has_`, so flexkv assumes that it does not change the
+        weights."""
         for cache in self._kv_tensors():
             overwrite(cache)
         return True
@@ -112,7 +113,8 @@ class Engine:
         fields: Mapping[str, Any] | None = None,
         salt: str | None = None,
     ) -> str:
-        """
+        """Adds a request.
+
         Args:
             tokens: number of tokens to generate.
             fields: `kv_transfer_params` of the request; None for none.
@@ -158,7 +160,7 @@ class Engine:
         fields: Mapping[str, Any] | None = None,
         salt: str | None = None,
     ) -> list[Request]:
-        """Runs the prompts together to their end. The other arguments are those of `add`."""
+        """Runs the prompts together to their end. `tokens`, `fields` and `salt` are those of `add`."""
         names = [self.add(ids, tokens, fields, salt) for ids in prompts]
         self.step_until(lambda: all(self.requests[name].ended for name in names))
         return [self.requests.pop(name) for name in names]
@@ -168,8 +170,8 @@ class Engine:
         return [self.run([ids], tokens)[0] for ids in prompts]
 
     def state(self, name: str) -> str:
-        """Returns the scheduler's state of a request; an empty string if the scheduler does not have the request."""
-        # The core's name for a request is this name with a suffix.
+        """Returns the scheduler's state of a request, or an empty string if the scheduler does not have the request."""
+        # The core's id of a request is `name` plus a suffix.
         states = [one.status.name for key, one in self.scheduler.requests.items() if key.startswith(name)]
         return states[0] if states else ""
 
@@ -182,7 +184,7 @@ class Engine:
     def drain(self) -> None:
         """Steps the engine until no request and no copy uses a block."""
         if self.is_apart:
-            # A core in another process answers this call when it has no work left.
+            # A core in another process answers this call only after it has no work left.
             self.llm.sleep(level=0, mode="wait")
             self.llm.wake_up(["scheduling"])
             return
@@ -192,7 +194,8 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Drops vLLM's own prefix cache and overwrites the KV memory, so that later hits can come only from loads."""
+        """Drops vLLM's own prefix cache, and overwrites the KV memory. Later hits can then come only from flexkv's
+        loads."""
         self.drain()
         assert self.llm.reset_prefix_cache(), "some blocks are held"
         self.llm.collective_rpc("has_overwritten_kv")
@@ -207,7 +210,7 @@ class Engine:
         }
 
     def end(self, **more: Any) -> dict[str, Any]:
-        """Ends the engine. Returns facts about it, its answers by phase, its metrics, and `more`."""
+        """Ends the engine. Returns facts about it, its answers by phase, its metrics, and the values in `more`."""
         self.drain()
         found = {**self._facts(), "phases": self._phases, "metrics": self._metrics(), **more}
         self.llm.llm_engine.engine_core.shutdown()

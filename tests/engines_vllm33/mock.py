@@ -1,7 +1,7 @@
-"""When this module is imported, the CPU passes for a GPU in this process: in torch, in vLLM's compiled operators, and
-in the drivers that vLLM calls.
+"""Importing this module makes the CPU look like a GPU in this process: for torch, for vLLM's compiled operators, and
+for the drivers that vLLM calls.
 
-No file is changed, and vLLM's Python code runs unchanged except for the parts that `mock_vllm.py` replaces. The mock
+The mock changes no file. vLLM's Python code runs unchanged, except for the parts that `mock_vllm.py` replaces. The mock
 does not cover streams and events (all work ends at once), CUDA graphs, real kernels and their numerics, device pointers
 (flexkv uses its CPU lane), and times.
 """

@@ -1,4 +1,5 @@
-"""Replaces torch.cuda and torch.accelerator by those of one H100 with 8 GiB of memory, which is host memory."""
+"""Replaces torch.cuda and torch.accelerator. The replacements report one H100 with 8 GiB of memory, which is host
+memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
-# Must be set before torch and Triton are imported. Kernels then run in Triton's interpreter, and nothing is compiled.
+# These variables must be set before torch and Triton are imported. Then kernels run in Triton's interpreter, and
+# nothing is compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -165,8 +167,8 @@ def replace_torch() -> None:
 
 
 def _of_its_own(name: str, value: Any) -> Any:
-    """Copies a function under a new name; returns other values unchanged. Dynamo has a table of torch's functions, in
-    which each function may occur only once.
+    """Copies a function under a new name. Returns other values unchanged. The copy is needed because Dynamo has a table
+    of torch's functions, in which each function may occur only once.
     """
     if not isinstance(value, FunctionType):
         return value
@@ -182,7 +184,7 @@ def _on_host(argument: Any) -> Any:
 
 
 class HostMemory(TorchFunctionMode):  # type: ignore[misc]
-    """A mode in which allocations of GPU memory or of pinned memory return ordinary host memory."""
+    """A torch function mode: allocations of GPU memory or of pinned memory return ordinary host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -197,14 +199,14 @@ class HostMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 class SaysCuda(TorchFunctionMode):  # type: ignore[misc]
-    """A mode in which `is_cuda` of every tensor is True."""
+    """A torch function mode: `is_cuda` of every tensor is True."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == torch.Tensor.is_cuda.__get__ else func(*args, **(kwargs or {}))
 
 
 def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it runs within a mode."""
+    """Wraps a function so that it runs within the mode."""
 
     def run(*args: Any, **named: Any) -> Any:
         with mode():
@@ -214,6 +216,7 @@ def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Calla
 
 
 def _enter(mode: type[TorchFunctionMode]) -> None:
-    """Enters a mode for good in this thread and in every thread that starts later. Each thread has its own modes."""
+    """Enters a mode permanently, in this thread and in every thread that starts later. Each thread has its own
+    modes."""
     mode().__enter__()
     threading.Thread.run = within(mode, threading.Thread.run)  # type: ignore[method-assign]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 SUPPORTED = "bool"
-"""Result type of the operators that report whether the GPU has some feature. Here they always report False."""
+"""Result type of the operators that report whether the GPU has a certain feature. In this mock they always report
+False."""
 
 ONLY_NAMED = (
     "static_scaled_fp8_quant",
@@ -29,7 +30,8 @@ ONLY_NAMED = (
     "silu_and_mul_nvfp4_quant",
     "fused_qk_norm_rope",
 )
-"""Operators that vLLM's compiler passes look up in `torch.ops._C` when they are imported, and that are never called."""
+"""Operators that vLLM never calls in these tests. vLLM's compiler passes look them up in `torch.ops._C` when they are
+imported."""
 
 
 def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -97,8 +99,8 @@ def reshape_and_cache_flash(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Writes keys and values to their slots. Both caches have the shape [blocks, tokens per block, heads, head size]
-    and any strides. A padding token has the slot -1 and is skipped.
+    """Writes keys and values to their slots. The key cache and the value cache have the shape [blocks, tokens per
+    block, heads, head size] and any strides. A padding token has the slot -1 and is skipped.
     """
     block_tokens = key_cache.shape[1]
     real = (slot_mapping >= 0).nonzero().flatten()
@@ -158,7 +160,7 @@ OPERATORS: dict[str, dict[str, tuple[Callable[..., Any] | None, str]]] = {
 }
 
 _kept: list[Any] = []
-"""References to the libraries: when a library is garbage-collected, torch removes its operators."""
+"""References that keep the libraries alive: when a library is garbage-collected, torch removes its operators."""
 
 
 def register() -> None:
@@ -212,7 +214,7 @@ def flash_attn_varlen_func(
         hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
         if window_size is not None and window_size[0] >= 0:
             hidden |= distance > window_size[0]
-            # Values to which no token attends may be NaN, and NaN times a weight of 0 would be NaN.
+            # Values to which no token attends may be NaN. They must be zeroed, because NaN times a weight of 0 is NaN.
             values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)

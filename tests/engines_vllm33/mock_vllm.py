@@ -24,7 +24,7 @@ class CuMemAllocator:
 
     Attributes:
         kv_caches: the tensors that a sleep overwrites.
-        asked: the calls so far, in order.
+        asked: the calls of the allocator so far, in order.
     """
 
     instance: CuMemAllocator | None = None
@@ -115,8 +115,8 @@ def replace_now() -> None:
 
 
 def _sampler(module: Any) -> None:
-    """Replaces the kernel for top-k and top-p by vLLM's own PyTorch version, because the interpreter's `tl.range` does
-    not support the kernel.
+    """Replaces the kernel for top-k and top-p by vLLM's own PyTorch version. The kernel uses `tl.range`, which Triton's
+    interpreter does not support.
     """
 
     def apply(logits: Any, k: Any, p: Any, *_: Any, **__: Any) -> Any:
@@ -131,19 +131,20 @@ def _warmup(module: Any) -> None:
 
 
 def _runner(module: Any) -> None:
-    """Removes a trial run of the sampler that measures its memory; in the interpreter it would take a second."""
+    """Removes a trial run of the sampler, with which vLLM measures its memory. In Triton's interpreter it would take a
+    second."""
     module.GPUModelRunner._dummy_sampler_run = does_nothing
 
 
 def _registry(module: Any) -> None:
-    """Inspects models in this process. The original uses another process, to keep CUDA out of this one, and takes ten
-    seconds.
+    """Makes vLLM inspect models in this process. The original uses another process, to keep CUDA out of this one, and
+    takes ten seconds.
     """
     module._run_in_subprocess = lambda inspect: inspect()
 
 
 def _offloading(module: Any) -> None:
-    """Makes the handlers see tensors on a GPU, because the original asserts that they are."""
+    """Makes the handlers see tensors on a GPU, because the original code asserts that the tensors are on a GPU."""
     for name, kind in vars(module).items():
         if name.endswith(("Handler", "Handlers")) and getattr(kind, "__module__", "") == module.__name__:
             kind.__init__ = within(SaysCuda, kind.__init__)
@@ -156,7 +157,8 @@ LATER: dict[str, Callable[[Any], None]] = {
     "vllm.model_executor.models.registry": _registry,
     "vllm.v1.kv_offload.cpu.gpu_worker": _offloading,
 }
-"""Patches for modules that cannot be imported yet, by module. Each patch is applied after the module's import."""
+"""Patches for modules that cannot be imported yet, by the module's name. Each patch is applied right after its module
+is imported."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):

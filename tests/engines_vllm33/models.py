@@ -24,8 +24,8 @@ def with_windows(model: Path, folder: Path) -> Path:
 
 
 def with_few_words(model: Path, folder: Path) -> Path:
-    """Copies the model. The copy can generate only a few words, so it soon repeats itself, whichever words the rounding
-    on this machine makes it choose.
+    """Copies the model. The copy can generate only a few words, so it soon repeats itself. This is true whichever words
+    it chooses, which depends on the machine's rounding.
     """
     from safetensors.numpy import load_file, save_file
 

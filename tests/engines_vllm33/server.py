@@ -1,4 +1,4 @@
-"""Imports vLLM 0.33 on the mocked CUDA once, and forks a process per case, so that a case need not import it.
+"""Imports vLLM 0.33 on the mocked CUDA once, and forks a process per case, so that the cases need not import it.
 
     python -m tests.engines_vllm33.server
 
@@ -37,7 +37,7 @@ def import_engine() -> None:
     import tests.engines_vllm33.blending
     import tests.engines_vllm33.sleeping  # noqa: F401
 
-    # demo/engine_preload.py does the same, and its comments say why.
+    # The same steps are in demo/engine_preload.py, where comments give their reasons.
     configure_logging_if_needed(LoggingConfig())
     importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
     importlib.metadata.packages_distributions()
@@ -57,7 +57,7 @@ def run_case(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_forked(order: dict[str, Any]) -> dict[str, Any]:
-    """Runs the case in a child process, whose output goes to the order's log."""
+    """Runs the case of the order in a child process. The child's output goes to the log file that the order names."""
     answer = Path(order["log"]).with_suffix(".json")
     child = os.fork()
     if child == 0:
@@ -67,7 +67,7 @@ def run_forked(order: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(order["environment"])
         answer.write_text(json.dumps(run_case(order)))
         sys.stdout.flush()
-        # Exits without waiting for the engine's threads, some of which may wait for ever without a GPU.
+        # Exits without waiting for the engine's threads. Without a GPU, some of them may wait for ever.
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not answer.exists():

@@ -15,12 +15,12 @@ SLEEPS: dict[str, tuple[int, list[Tags]]] = {
     "level 2": (2, [None]),
     "by tag": (1, [["weights"], ["kv_cache"]]),
 }
-"""For each sleep, its level, and the tags of each call that wakes the engine up."""
+"""For each case, the level of the sleep, and the tags of each call that wakes the engine up."""
 
 
 @case
 def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The engine goes to sleep during stores, and then during a load."""
+    """Sends the engine to sleep during stores, and then during a load."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
@@ -47,7 +47,8 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.step_until(lambda: not lab.scheduler.requests, "the load has ended")
         lab.llm.sleep()
     lab.llm.wake_up()
-    # If the core is in this process, vLLM does not report to `LLM` which requests a pause has aborted.
+    # If the core runs in this process, vLLM does not report to `LLM` which requests the sleep's pause has aborted. So
+    # this aborts the request.
     lab.abort(loading)
     _note_after_waking(lab, "in a load")
     return lab.end(asked=asked_in, state=state, refused=refused)
@@ -55,7 +56,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """An engine whose core has its own process goes to sleep during a load."""
+    """Sends an engine to sleep during a load. The engine's core has its own process."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     lab.llm.collective_rpc("let_sleeps_overwrite_kv")
     lab.note("cold", lab.run([LONG]))
@@ -63,7 +64,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.forget()
         loading = lab.add(LONG, ANSWER_TOKENS)
         for _ in range(3):
-            # The core steps between these calls, so the load begins.
+            # The core makes steps between these calls, so the load begins.
             assert not lab.llm.llm_engine.is_sleeping()
         lab.llm.sleep()
         lab.llm.wake_up()
@@ -74,7 +75,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The engine releases its KV memory and gets it back; the weights stay in memory."""
+    """Makes the engine release its KV memory and get it back. The weights stay in memory."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
@@ -89,7 +90,8 @@ def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 
 def _watch(lab: Engine) -> list[str]:
-    """Begins to record the calls of the allocator and of the connector. Returns the list to which they are added."""
+    """Begins to record the calls of the allocator and of the connector. Returns the list to which the records are
+    added."""
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -114,8 +116,8 @@ def _record(target: Any, calls: list[str], *names: str) -> None:
 
 
 def _note_after_waking(lab: Engine, name: str) -> None:
-    """Runs a prompt twice and notes the answers. The first time it is computed, because the reset before a sleep drops
-    flexkv's pages too. The second time it is a hit.
+    """Runs a prompt twice and notes the answers. The first time it is computed, because the reset before a sleep also
+    drops flexkv's pages. The second time it is a hit.
     """
     lab.note(f"{name}: computed", lab.run([LONG]))
     lab.forget()

@@ -1,4 +1,5 @@
-"""Draft models, disks, engines of several processes, other connectors, names, and starts that flexkv refuses."""
+"""Draft models, disks, engines of several processes, other connectors, connector names, and starts that flexkv
+refuses."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_m
 
 
 def drafting(cases: Cases, kind: str) -> dict[str, Any]:
-    """Returns engine arguments for drafts: n-grams, with a model that repeats itself, or a draft model. The draft model
-    is the model itself, so it guesses every token right, as long as its KV is right.
+    """Returns engine arguments for drafts. The drafts come from n-grams, with a model that repeats itself, or from a
+    draft model. The draft model is the model itself, so it guesses every token right as long as its KV is right.
     """
     if kind == "ngram":
         lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}

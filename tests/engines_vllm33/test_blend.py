@@ -1,8 +1,8 @@
 """Blending on vLLM 0.33: with its model runner, its order of hooks, and the attention backends of a GPU.
 
 FLASH_ATTN is vLLM's own code around a kernel in torch. TRITON_ATTN runs vLLM's own kernels in Triton's interpreter.
-When the engine starts, a test compares every kept row with a full computation (`selftest.py`), and blending is on only
-if they agree.
+When the engine starts, its self-test compares every kept row with a full computation (`selftest.py`), and blending is
+on only if they agree.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tests.engines_vllm33.conftest import Cases, Found, flexkv, tokens
 
 BLEND: dict[str, Any] = {"blend__enabled": True, "blend__bytes": 16 << 20, "blend__min_tokens": 32}
 SIZES, SHORT = [96, 75, 128], [48, 33, 35]
-"""Numbers of tokens of the documents in a prompt."""
+"""Numbers of tokens of the documents in a prompt: SIZES for longer documents, SHORT for shorter ones."""
 
 INTERPRETED_S = 1500.0
-"""Limit for a case that runs in Triton's interpreter, which takes minutes."""
+"""Time limit, in seconds, for a case that runs in Triton's interpreter. Such a case takes minutes."""
 
 
 def blend(cases: Cases, backend: str, sizes: list[int], broken: bool = False) -> Found:

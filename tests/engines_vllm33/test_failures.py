@@ -54,8 +54,8 @@ def test_model_runner_v1_recomputes_what_failed_within_the_step(cases: Cases, mo
 
 
 def test_what_model_runner_v2_makes_of_anothers_failed_load_is_not_stored(cases: Cases) -> None:
-    """After a failed load, Model Runner V2 continues at the request's old position, with flexkv and without it. So the
-    answer is wrong in both cases, but flexkv must not store the blocks.
+    """flexkv does not store blocks that Model Runner V2 computes after another connector's failed load. This runner
+    continues at the request's old position, with flexkv and without it. So the answer is wrong in both cases.
     """
     alone = cases.alone("broken_promise", **OFF)
     without = cases.run("broken_promise", {**PROMISING, "kv_load_failure_policy": "recompute"}, **OFF)

@@ -1,4 +1,4 @@
-"""Modes of loads and stores, and cases in which requests wait, are aborted or preempted, and run again."""
+"""Modes of loads and stores. Also cases in which requests wait, are aborted or are preempted, and run again."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WAITS = "WAITING_FOR_REMOTE_KVS"
 def test_loads_are_async_where_a_failed_one_is_recomputed(
     cases: Cases, mode: str, scheduling: dict[str, Any]
 ) -> None:
-    """Runs with async scheduling off and on. `test_served.py` has the default of both: async loads and async
-    scheduling.
+    """Loads are async if the engine recomputes requests whose load fails. The test runs with async scheduling off and
+    on. `test_served.py` has the default of the two settings: async loads and async scheduling.
     """
     found = cases.run("served", flexkv(load__mode=mode), **scheduling)
     assert found["async_scheduling"] is not bool(scheduling)
@@ -119,7 +119,7 @@ def test_preempted_requests_come_back_with_the_same_tokens(
 
 
 def test_deferred_allocations_and_ends(cases: Cases) -> None:
-    """A load fills blocks whose allocation was deferred. If the request is aborted before the load, no block stays
+    """A load fills blocks whose allocation vLLM has deferred. If the request is aborted before the load, no block stays
     allocated.
     """
     found = cases.run("deferred", flexkv())

@@ -1,4 +1,5 @@
-"""On vLLM 0.33, prompts that are computed, hits in vLLM's own cache, and hits in flexkv give equal tokens."""
+"""On vLLM 0.33, an answer has the same tokens whether its prompt is computed, a hit in vLLM's own cache, or a hit in
+flexkv."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def hashes(found: Found, kind: str, medium: str) -> list[str]:
 
 
 def test_events_say_what_host_memory_has(cases: Cases) -> None:
-    """33 blocks compete for 32 slots, so flexkv evicts blocks, which it must announce too."""
+    """KV events announce exactly the blocks in host memory. 33 blocks compete for 32 slots, so flexkv evicts blocks,
+    and must announce this, too."""
     found, alone = cases.run("announced", flexkv(host__bytes=SLOTS * PAGE_BYTES)), cases.alone("announced")
     assert_same_tokens(found, alone)
     assert not hashes(alone, "BlockStored", "CPU")

@@ -18,8 +18,8 @@ from tests.engines_vllm33.test_around import OFFLOADING
 
 
 def assert_hits_are_right(found: Found, alone: Found) -> None:
-    """Asserts that, each time the engine has woken up, a prompt is first computed and then a hit. Without flexkv it is
-    never a hit.
+    """Asserts that each time after the engine has woken up, a prompt is first computed and then a hit. Without flexkv
+    it is never a hit.
     """
     for phase in found["phases"]:
         assert cached(found, phase) == ([320] if phase.endswith("hit") else [0]), phase
@@ -39,14 +39,16 @@ def test_after_each_sleep_the_next_hit_is_right(cases: Cases) -> None:
     found, alone = cases.run("asleep", flexkv()), cases.alone("asleep")
     assert_order(found)
     assert (found["state"], alone["state"]) == ("WAITING_FOR_REMOTE_KVS", "RUNNING")
-    # An engine in the caller's process cannot wait for a load, so the first call is refused; the next one succeeds.
+    # An engine in the caller's process cannot wait for a load. So the first call of `sleep` is refused, and the next
+    # one succeeds.
     assert "Failed to reset KV cache" in found["refused"]
     assert not alone["refused"]
     assert_hits_are_right(found, alone)
 
 
 def test_after_the_kv_memory_was_released_the_next_hit_is_right(cases: Cases) -> None:
-    """Async scheduling is off, because with it vLLM refuses the release in one process, with flexkv or without it."""
+    """After the engine has released its KV memory and got it back, the next hit is right. Async scheduling is off,
+    because with it vLLM refuses the release in one process, with flexkv or without it."""
     found = cases.run("released", flexkv(), **OFF)
     assert_order(found)
     assert_hits_are_right(found, cases.alone("released", **OFF))

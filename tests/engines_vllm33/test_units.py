@@ -34,26 +34,27 @@ OF_A_CPU = (
     "test_layer_stores.py::test_blocks_that_are_handed_out_under_a_copy",
     "test_sleep.py::test_a_reset_fails_while_other_processes_copy",
 )
-"""Tests that need vLLM's CPU platform, or check the name of a device. Here the platform is CUDA, but its tensors are on
-the CPU.
+"""Tests that need vLLM's CPU platform, or that check the name of a device. In this environment the platform is CUDA,
+although its tensors are on the CPU.
 """
 
 OF_RUNNER_V1 = (
     "test_model_runners.py::test_a_failed_load_is_computed",
     "test_model_runners.py::test_nothing_wrong_is_read_whatever_clients_do",
 )
-"""Tests that recompute after a failed load within the step, which Model Runner V2, the default on a GPU, cannot do."""
+"""Tests in which a request is recomputed after a load within the step has failed. Model Runner V2, the default on a
+GPU, cannot do this."""
 
 NEW_PROCESSES = ("test_plugin.py",)
-"""Tests of what a new process imports. They would fail, because the mock imports vLLM first."""
+"""Tests that check which modules a new process imports. They would fail, because the mock imports vLLM first."""
 
 AS_HERE = ("test_vllm_names.py::test_what_the_adapter_reads_while_it_runs_is_listed",)
-"""A test that itself runs other tests, as `run_units` does."""
+"""A test that runs other tests, as `run_units` does."""
 
 
 def run_units(work: Path, *arguments: str) -> None:
-    """Runs tests in a process with vLLM 0.33. The plugin makes them fail if they read a name of vLLM that is not
-    listed.
+    """Runs tests in a process with vLLM 0.33. The plugin makes a test fail if it reads a name of vLLM that is not in
+    the list.
     """
     skip_without_vllm()
     variables = {name: value for name, value in environment(work).items() if not name.startswith("PYTEST_")}

@@ -1,3 +1,3 @@
-"""Python imports this module when a process of an engine starts, so that CUDA is mocked before torch is imported."""
+"""Mocks CUDA before torch is imported. Python imports this module when a process of an engine starts."""
 
 import tests.engines_vllm33.mock  # noqa: F401
