@@ -110,7 +110,7 @@ def is_timed(path: Path, root: Path = ROOT) -> bool:
 
 
 def plan(path: Path) -> Plan:
-    """Returns how many times the test file `path` runs. It must be below ROOT."""
+    """Returns how many times the test file `path` runs. The file must be in a folder below ROOT."""
     name = path.relative_to(ROOT).as_posix()
     timed = is_timed(path)
     sanitized = timed and any(Path(name).is_relative_to(folder) for folder in FOLDERS["thread"])

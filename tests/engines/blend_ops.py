@@ -1,4 +1,4 @@
-"""Operations on an engine that blends. They inspect its forward passes and break them on purpose."""
+"""Operations on an engine that blends. They inspect its forward passes, and break them on purpose for controls."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def blend_poison(
 def blend_reference(
     llm: Any, request: dict[str, Any], seen_ahead: int = 0, check_layer: int | None = None
 ) -> dict[str, Any]:
-    """Blends a prompt in one chunk. In each layer after the check layer, compares the attention output of the kept
-    rows with a reference in plain torch.
+    """Blends a prompt in one chunk. In each layer after the check layer, compares the attention output of the kept rows
+    with a reference in plain torch.
 
-    The reference uses the same queries. At each position it uses the cached keys and values, or the fresh ones if the
-    row is kept.
+    The reference uses the same queries. For each position it uses the cached keys and values, or the newly computed
+    ones if the row is kept.
 
     Args:
         seen_ahead: for a control, how many positions too far ahead the reference's rows attend.
@@ -238,7 +238,7 @@ def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Sends a request that skips the engine's prefix cache."""
+    """Sends a request that does not use the engine's prefix cache."""
     from vllm.v1.request import Request
 
     with replaced(Request, get_skip_reading_prefix_cache=lambda self: True):

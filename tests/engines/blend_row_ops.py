@@ -27,8 +27,8 @@ def blend_captured(
             stored one row too early), "values" (values are stored as keys), "another layer" (each layer's rows are
             stored for the next layer).
 
-    Returns the largest distance between the segment's keys and those of the first computation, over all ranks, layers
-    and rows, and the same for values.
+    Returns two numbers: the largest distance between the segment's keys and those of the first computation, over all
+    ranks, layers and rows; and the same for values.
     """
     know(llm, full)
     call_workers(llm, rank_oracle, "break_captures", wrong)
@@ -59,8 +59,8 @@ _steps: list[dict[str, list[int]]] = []
 
 
 def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
-    """Records the blended steps until `blend_watched_steps` is called. Meanwhile the kept rows are chosen by their
-    positions alone, so that the choice does not depend on the chunks of a prompt.
+    """Records the blended steps until `blend_watched_steps` is called. Until then, the engine chooses the kept rows by
+    their positions alone, so that the choice does not depend on the chunks of a prompt.
 
     Args:
         misplaced: for a control, puts cached rows one row too early in steps with several requests.
@@ -92,8 +92,8 @@ def blend_watch_steps(llm: Any, misplaced: bool = False) -> dict[str, Any]:
 
 
 def blend_watched_steps(llm: Any) -> dict[str, Any]:
-    """Ends `blend_watch_steps`. Returns, for each blended step, the number of rows of each request in the batch, and
-    the indexes of the requests that are blended.
+    """Ends `blend_watch_steps`. For each blended step, returns the number of rows of each request in the batch, and the
+    indexes of the requests that are blended.
     """
     _watch.close()
     return {"steps": list(_steps)}

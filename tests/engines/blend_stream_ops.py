@@ -28,7 +28,7 @@ if os.environ.get("SEGMENT_FAULTS"):
 
 
 def _page(segment: list[int], folder: str) -> tuple[Path, int]:
-    """Finds the slab file with the first page of a segment, and the page's offset in that file."""
+    """Returns the slab file with the first page of a segment, and the page's offset in that file."""
     import numpy as np
 
     from flexkv.blend.keys import GROUP

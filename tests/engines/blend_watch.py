@@ -109,7 +109,7 @@ class Oracle:
         self._watch.__enter__()
 
     def end_full(self) -> None:
-        """Ends the recording of the full computation, and keeps its keys and values."""
+        """Ends the recording of the full computation. Keeps the recorded keys and values."""
         self._watch.__exit__()
         self._planes = self._watch.planes()
 
@@ -193,7 +193,7 @@ class Oracle:
             "sum": float(self._planes[-1][0].sum()),
         }
 
-    # --- captures ---
+    # --- rows that the engine captures for segments ---
 
     def break_captures(self, wrong: str) -> None:
         """A control: from this call on, captures rows wrongly; see `blend_captured`."""
@@ -240,7 +240,7 @@ class Oracle:
             pages.release(name)
         return {"keys": worst[0], "values": worst[1]}
 
-    # --- the rows that ranks keep ---
+    # --- rows that the engine keeps when it blends ---
 
     def begin_kept(self, alone: bool) -> None:
         """Begins to record the kept rows; see `blend_kept`."""

@@ -1,4 +1,4 @@
-"""Prompts of segments for engines that blend."""
+"""Documents and prompts for engines that blend."""
 
 from __future__ import annotations
 

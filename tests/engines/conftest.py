@@ -1,4 +1,5 @@
-"""Fixtures of the engine tests: a model, an engine without a connector to compare with, and engines on demand."""
+"""Fixtures of the engine tests: a model, an engine without a connector for comparison, and functions that start other
+engines."""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine_alone(model: Path, log: Path, **engine: Any) -> Iterator[Reference]:
-    """Runs an engine without a connector and without a prefix cache.
+    """Runs an engine without a connector and without a prefix cache until the context ends.
 
     Args:
         engine: more engine arguments.

@@ -31,12 +31,13 @@ def _release(worker: Any) -> None:
 
 
 def faults(llm: Any) -> dict[str, Any]:
-    """Returns the state of every rank's mover."""
+    """Returns, for every rank, the state of its mover: the number of calls, and of calls on which a fault rule
+    acted."""
     return {"ranks": call_workers(llm, _mover_state)}
 
 
 def release(llm: Any) -> dict[str, Any]:
-    """Releases every stalled copy."""
+    """Releases the stalled copies of every rank."""
     call_workers(llm, _release)
     return {}
 

@@ -29,7 +29,7 @@ END_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
 PORTS = range(20_000, 30_000)
 """Ports for servers. The kernel assigns none of them to other connections. This matters because a server binds its port
-long after the test has found the port free.
+long after the test has found that it is free.
 """
 
 

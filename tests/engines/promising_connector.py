@@ -45,7 +45,7 @@ class PromisingConnector(KVConnectorBase_V1):
         self._orders = BrokenPromises()
         self._failed: set[int] = set()
 
-    # --- scheduler ---
+    # --- the connector in the scheduler's process ---
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -68,7 +68,7 @@ class PromisingConnector(KVConnectorBase_V1):
         orders, self._orders = self._orders, BrokenPromises()
         return orders
 
-    # --- worker ---
+    # --- the connector in the worker's process ---
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()

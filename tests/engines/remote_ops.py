@@ -51,7 +51,7 @@ def signal_while_reading(
         before, after: pairs of a process id (or HELPER) and a signal, sent right before the read is submitted, and
             right after.
         later: pairs of the same kind, sent `STEPS_MEANWHILE` engine steps later.
-        reset: whether to drop the engine's own cache and the connector's after these steps, before `later` is sent.
+        reset: whether to drop the engine's own cache and flexkv's after these steps, before sending `later`.
 
     Returns:
         reads: number of pages of the first read.

@@ -37,9 +37,10 @@ def abort(
     """Runs requests and aborts one of them. Then immediately adds the requests in `later`, and runs all requests to
     their end.
 
-    Args:     victim: index of the request to abort.     status: the scheduler's status of the victim at which to abort
-    it (WAITING_FOR_REMOTE_KVS, RUNNING, ...).     steps: number of engine steps after which to abort the victim if
-    `status` is empty.
+    Args:
+        victim: index of the request to abort.
+        status: the scheduler's status of the victim at which to abort it (WAITING_FOR_REMOTE_KVS, RUNNING, ...).
+        steps: number of engine steps after which to abort the victim if `status` is empty.
     """
     scheduler, tracker = _scheduler(llm), RequestTracker(llm)
     names = [f"a{number}-{time.monotonic_ns()}" for number in range(len(requests))]
@@ -78,7 +79,7 @@ def load_new_weights(llm: Any, hidden: bool = False) -> dict[str, Any]:
     """Changes the weights of a running engine, as training does between two rounds.
 
     Args:
-        hidden: whether to change them without a call that flexkv sees.
+        hidden: whether to change the weights without a call that flexkv sees.
     """
     if hidden:
         call_workers(llm, _embed_anew)
@@ -130,8 +131,8 @@ def reset_while_running(
 
 
 def requests_held(llm: Any) -> dict[str, Any]:
-    """Counts the requests that the scheduler still has. A request that is aborted during an async load stays until the
-    load is reported.
+    """Returns how many requests the scheduler still has. A request that is aborted during an async load stays there
+    until the load is reported.
     """
     return {"held": len(_scheduler(llm).requests)}
 
@@ -159,7 +160,7 @@ def ask_with_lora(
 
     Args:
         number: the adapter's id.
-        in_place: whether to load the adapter again even if one with this id is loaded.
+        in_place: whether to load the adapter again even if an adapter with this id is loaded.
     """
     from vllm.lora.request import LoRARequest
 
@@ -190,7 +191,8 @@ def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
 
 
 def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> dict[str, Any]:
-    """Runs one streaming session: sends each piece of the prompt when the engine has finished with the previous one."""
+    """Runs one streaming session: sends each piece of the prompt after the engine has finished with the previous
+    piece."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

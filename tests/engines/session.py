@@ -66,7 +66,7 @@ class Answer:
     """The engine's answer to a prompt.
 
     Attributes:
-        cached: prompt tokens that the engine did not compute, because its prefix cache or the connector had them.
+        cached: number of prompt tokens that were hits, in the engine's prefix cache or in the connector.
     """
 
     tokens: tuple[int, ...]
@@ -108,7 +108,7 @@ class Reference:
 
 
 class EngineSession:
-    """A running engine, and the reference for its answers."""
+    """A running engine, and the reference engine for its answers."""
 
     def __init__(self, process: EngineProcess, reference: Reference) -> None:
         self.process = process

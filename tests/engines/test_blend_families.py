@@ -141,7 +141,7 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
 
 
 def check_ranks(found: dict[str, Any]) -> None:
-    """Checks that both ranks computed the same rows, each for its own heads."""
+    """Checks that the two ranks kept the same rows, each rank for its own heads."""
     first, second = found["ranks"]
     assert first["kept"] == second["kept"]
     assert first["heads"] == second["heads"] == PRESETS["tiny"].kv_heads // 2

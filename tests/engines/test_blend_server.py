@@ -33,7 +33,7 @@ def serve(model: Path, log: Path) -> HttpServer:
 
 
 def post(server: HttpServer, prompt: Prompt, **fields: Any) -> list[tuple[int, ...]]:
-    """Returns the server's answers to a prompt. `fields` are added to the request's body."""
+    """Sends a prompt and returns the server's answers. `fields` are added to the request's body."""
     body = {"cache_salt": prompt.salt, **(prompt.extra or {})} | fields
     return [tuple(tokens) for tokens in server.complete_with(prompt.ids, prompt.max_tokens, **body)]
 

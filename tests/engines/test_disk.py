@@ -36,7 +36,7 @@ STREAMED = "vllm:flexkv_disk_streamed_pages_total"
 SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
-"""Host memory for about 58 blocks of the tiny model: three prompts of 600 tokens."""
+"""Bytes of a host memory for about 58 blocks of the tiny model: three prompts of 600 tokens."""
 FOUR_PROMPTS_HOST_BYTES = 10 << 20
 """Bytes of a host memory for four prompts of 600 tokens."""
 QUEUED = 16
@@ -126,7 +126,7 @@ def _wait(session: EngineSession, done: Callable[[], bool], late: str) -> None:
 
 
 def spoil(folder: Path) -> None:
-    """Flips a bit in every 4 KiB of all slabs, except in the first 64 KiB of each, where the header is."""
+    """Flips a bit in every 4 KiB of all slabs. Leaves out the first 64 KiB of each slab, where the header is."""
     for slab in slabs_of(folder):
         flip(slab, range(64 << 10, slab.stat().st_size, SECTOR_BYTES))
 
@@ -171,7 +171,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     wait_durable(session)
     session.process.kill()
 
-    # The process was killed, but durable pages are still there.
+    # The previous process was killed, but its durable pages are still there.
     session = start(engines, folder, disk__mode="evict")
     assert session.check_one(first).cached == first.whole_blocks
     assert session.metric(DISK_READS) >= first.whole_blocks // BLOCK_TOKENS

@@ -44,8 +44,8 @@ def test_a_longer_prompt_takes_the_prefix_that_is_known(session: EngineSession, 
     prompt = Prompt.of(901, stream)
     session.check_one(prompt.first(400))
     session.forget()
-    # The answer to the short prompt differs from the rest of the longer prompt, so only their common full blocks are
-    # hits.
+    # The model's answer to the short prompt is not the continuation of the longer prompt. So only their common full
+    # blocks are hits.
     assert session.check_one(prompt).cached == 400 // BLOCK_TOKENS * BLOCK_TOKENS
 
 

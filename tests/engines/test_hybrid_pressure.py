@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "host__extent_bytes": 2 << 20,
     "store__checkpoint_tokens": CHECKPOINT,
 }
-"""Settings for a host memory a quarter as large as all pages that the prompts store."""
+"""Settings for a host memory with a quarter of the slots that all pages of the prompts need."""
 DISK_BYTES = 16 << 20
 EVICTIONS = "vllm:flexkv_evictions_total"
 DISK_EVICTIONS = "vllm:flexkv_disk_evictions_total"

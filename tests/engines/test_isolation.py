@@ -101,7 +101,7 @@ def test_adapter_loaded_anew_from_its_path_is_served_no_pages_until_it_has_a_new
     assert ask(other, number, in_place) == (wanted, 0)
     session.forget(2)
     assert ask(other, number) == (wanted, 0)
-    # In the control, the same content is at a new path. It is stored, and the next request gets a hit.
+    # A control: the same content is at a new path. Its pages are stored, and the next request gets a hit.
     anew = shutil.copytree(folder, tmp_path / "anew")
     assert ask(other, 3, folder=anew) == (wanted, 0)
     session.forget(3)
@@ -178,7 +178,7 @@ def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
     write_lora(folder, 1)
     first, cached = life()
     assert cached == 0
-    # In the control, the adapter has not changed, and the next process gets a hit from disk.
+    # A control: the adapter has not changed, and the next process gets a hit from disk.
     assert life() == (first, prompt.whole_blocks)
     shutil.rmtree(folder)
     write_lora(folder, 2)

@@ -47,8 +47,8 @@ def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> Engine
 
 
 def wait_durable(session: EngineSession, stream: int) -> None:
-    """Waits until all written pages are reported as durable. It sends prompts, because the engine updates its metrics
-    only when it steps.
+    """Waits until all written pages are reported as durable. Sends prompts meanwhile, because the engine updates its
+    metrics only in a step.
     """
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while True:

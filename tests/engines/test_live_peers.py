@@ -157,7 +157,7 @@ def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: 
 
 
 class Returned:
-    """Two engines. One has stored a prompt and keeps running; the other is killed and restarted.
+    """Makes two engines. One has stored a prompt and keeps running. The other one is killed and restarted.
 
     Args:
         told: the engines' `kv_transfer_config`.

@@ -147,8 +147,8 @@ def test_the_pages_steps_lead_to_two_engines_that_share(
     (hits,) = re.findall(r'flexkv_hit_blocks_total\{.*tier="peer-host"\} (\S+)', rest)
     (copied,) = re.findall(r'flexkv_peer_pages_total\{.*outcome="copied"\} (\S+)', rest)
     assert float(hits) == float(copied) > 2
-    # The columns of a row are: unit, model, what it shares, peer, the peer's pages in host memory and on disk, copied
-    # pages, missed pages.
+    # Each row has these columns: unit, model, what the unit shares, peer, the peer's pages in host memory and on disk,
+    # copied pages, and missed pages.
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in rest.splitlines() if line.startswith("│")]
     assert {row[0] for row in rows} == {row[3] for row in rows}
     assert len(rows) == 2

@@ -312,7 +312,8 @@ def test_a_reset_with_gets_in_flight_takes_nothing_from_the_store(
     right(session, prompts, reply)
     session.settle()
     lose_host(session)
-    # After the reset the engine's weights count as new, and all values in the store belong to the old ones.
+    # After the reset, flexkv treats the engine's weights as new ones. All values in the store belong to the old
+    # weights.
     assert [answer.cached for answer in session.check(*prompts)] == [0, 0]
     session.forget()
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
@@ -382,7 +383,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
     grown = Grown(session, READ, MISSED)
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     assert grown.by() == (values, 0)
-    # The same prompt is a hit except for its last token, which the engine computes to sample the next one.
+    # The same prompt is a hit except for its last token. The engine computes this token to sample the next one.
     lose_host(session)
     assert session.check_one(prompt).cached == 169
 

@@ -22,7 +22,7 @@ WITHIN_S = 60.0
 TOKENS = 300
 WHOLE = (TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 SMALL_HOST_BYTES = 8 << 20
-"""Host memory for about 58 blocks of the tiny model."""
+"""Bytes of a host memory for about 58 blocks of the tiny model."""
 TRIED: set[str] = set()
 Ask = Callable[..., int]
 

@@ -212,7 +212,7 @@ def test_aborts_at_any_step_leave_nothing_behind(
 
 
 def not_loaded(session: EngineSession) -> tuple[float, float]:
-    """Returns the number of pages whose load failed, and the number of pages whose load was cancelled."""
+    """Returns two numbers: pages whose load failed, and pages whose load was cancelled."""
     session.settle()
     failed = session.metric("vllm:flexkv_failed_pages_total")
     return failed, session.metric("vllm:flexkv_cancelled_pages_total{direction=load}")

@@ -111,7 +111,7 @@ def test_pages_outlive_an_orderly_stop_and_no_reset(serve: Callable[[], HttpServ
         assert server.metric(PAGES, direction="read") == PROMPT // BLOCK_TOKENS
         whole = PROMPT // BLOCK_TOKENS * BLOCK_TOKENS
         for path, tokens in [
-            ("/reset_prefix_cache", whole),  # drops only the engine's own cache
+            ("/reset_prefix_cache", whole),  # this route drops only the engine's own cache
             ("/pause?clear_cache=false", whole),
             ("/reset_prefix_cache?reset_external=true", 0),
             # a hit, because the prompt was stored again after the previous reset

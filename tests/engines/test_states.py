@@ -1,5 +1,5 @@
-"""A real model with recurrent states: a Qwen3-Next with three layers of states and one of attention, which vLLM serves
-as four KV groups. A hit needs all pages of the attention group and, of each other group, the state at the end of the
+"""A real model with recurrent states: a Qwen3-Next with three layers of states and one layer of attention. vLLM serves
+it as four KV groups. A hit needs all pages of the attention group and, in each other group, the state at the end of the
 hit. The engine keeps a state wherever one of its steps ends at a block boundary.
 """
 
@@ -23,7 +23,7 @@ from .transformers_models import STATE_LAYERS, write_qwen_3_next
 
 GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
-"""Tokens per block. vLLM chooses the number so that a block of attention is as large as a state."""
+"""Number of tokens per block. vLLM chooses it so that a block of attention is as large as a state."""
 PART_TOKENS, PART_BLOCKS = 640, 2
 """Size of the largest part of a prompt that vLLM computes in one step: in tokens, and in full blocks."""
 MOST_ASKED = 10

@@ -71,7 +71,7 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     assert spoiled["blocks"] == spoiled["free"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.forget()
-    # This mode stores only blocks of prompts.
+    # This connector's mode stores only blocks of prompts, and no blocks with generated tokens.
     assert session.check_one(prompt.then(answer.tokens)).cached == 700 // BLOCK_TOKENS * BLOCK_TOKENS
     warnings = session.process.log.read_text()
     assert "reset" in warnings
@@ -109,7 +109,7 @@ def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: 
     session.forget()
     assert session.check_one(prompt.then(Prompt.of(40, stream + 1).ids)).cached == 170
     session.forget()
-    # The same prompt is a hit except for its last token, which the engine computes to sample the next one.
+    # The same prompt is a hit except for its last token. The engine computes this token to sample the next one.
     assert session.check_one(prompt).cached == 169
 
 

@@ -1,6 +1,6 @@
 """Several `vllm.LLM` in one process, with VLLM_ENABLE_V1_MULTIPROCESSING=0. vLLM then keeps one worker's connector for
-the whole process, so engines can only run one after the other. A second engine beside a running one is refused at its
-start, and the first continues.
+the whole process, so engines can only run one after the other. If a second engine starts beside a running one, flexkv
+refuses the second one, and the first one continues.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from .transformers_models import (
 
 DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 TOKEN_BYTES_OF_ONE = KV_HEADS * 2 * 4
-"""Bytes of K and V in float32 per token and layer, for each element of a head."""
+"""Bytes of K and V per token and layer in float32, divided by the head size."""
 MOVED, STORE = "vllm:flexkv_moved", "{direction=store}"
 ASYNC: dict[str, str] = {}
 LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}

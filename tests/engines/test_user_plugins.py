@@ -35,7 +35,7 @@ ASK_S = 60.0
 
 
 def cached_alone(session: EngineSession, prompt: Prompt) -> int:
-    """Drops the engine's own cache, then sends the prompt. Returns how many of its tokens flexkv had cached."""
+    """Drops the engine's own cache, then sends the prompt. Returns how many of its tokens were hits in flexkv."""
     session.forget()
     return session.check_one(prompt).cached
 
@@ -102,8 +102,8 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert cached_alone(session, tenants) == 0
     assert cached_alone(session, prompt) == prompt.whole_blocks
 
-    # All plugins and keepers are killed while the engine runs. The engine continues, and a keeper is started again.
-    # When the engine ends, no process is left.
+    # All plugins and keepers are killed while the engine runs. The engine continues, and starts a new keeper. When the
+    # engine ends, no process is left.
     running = processes_of(folder)
     assert running
     # All processes are stopped before any is killed. Otherwise a shell whose child was killed would start another

@@ -191,7 +191,7 @@ def write_hrm_text(folder: Path) -> Path:
 
 
 def write_idefics_3(folder: Path) -> Path:
-    """Writes an Idefics 3, which takes images. Among the image models that vLLM runs on a CPU, it is used because its
+    """Writes an Idefics 3, which takes images. vLLM runs several image models on a CPU. This one is used because its
     processor needs neither torchvision nor any file from a hub. An image of any size is one part of the prompt.
     """
     from transformers import (

@@ -46,7 +46,7 @@ class Asked(ABC):
         [answer] = self.ask(name, **more)
         return answer
 
-    # --- the checks ---
+    # --- checks that every integration with SGLang must pass ---
 
     def serves_after_a_flush(self, judge: Judge, name: str = "a") -> None:
         """Checks that a new prompt is computed. After a flush of the engine's caches, all its full pages must be

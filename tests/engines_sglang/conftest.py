@@ -81,7 +81,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for the disk tier, which all engines of a test file share."""
+    """A folder for the disk tier. All engines of a test file share it."""
     return tmp_path_factory.mktemp("disk")
 
 

@@ -40,7 +40,7 @@ OTHER = PROMPT[:PAGE_TOKENS] + list(range(900, 900 + 2 * PAGE_TOKENS))
 
 
 class Tree:
-    """SGLang's tree, with flexkv as its linker."""
+    """SGLang's prefix tree, with flexkv as its linker."""
 
     def __init__(self, core: str, dynamo: bool, of_pairs: bool = False, place: Any = ALONE) -> None:
         self.pool = make_pool("mha fp16")
@@ -116,10 +116,10 @@ def announced(core: str, dynamo: bool, of_pairs: bool = False) -> dict[str, Any]
 
 
 def over_a_file(of_pairs: bool) -> dict[str, Any]:
-    """Packs the records of announced pages as they are written to disk, and unpacks them as the next process does.
+    """Packs the records of announced pages as flexkv writes them to disk, and unpacks them as the next process does.
 
-    Returns the number of records, whether the next process would announce the same pages except for the session, and
-    which sessions this process and the next one would announce.
+    Returns three values: the number of records; whether the next process would announce the same pages, apart from the
+    session; and the sessions that this process and the next one would announce.
     """
     tree = Tree("rust", True, of_pairs)
     tree.insert(PROMPT, cache_salt="a")
@@ -148,8 +148,8 @@ def control() -> dict[str, Any]:
 
 
 def kinds(events: list[Any]) -> list[Any]:
-    """Returns the kind, medium and number of pages of each event. Consecutive events of the same kind and medium are
-    joined.
+    """Returns the kind, medium and number of pages of each event. Joins consecutive events of the same kind and
+    medium.
     """
     found: list[list[Any]] = []
     for event in events:

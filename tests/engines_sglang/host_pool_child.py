@@ -260,7 +260,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
     def cannot_start(*_: object) -> Any:
         raise RuntimeError("can't start new thread")
 
-    before = set(threading.enumerate())  # may include threads of storages of other cases
+    before = set(threading.enumerate())  # also contains threads that storages of other cases may have left
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
         for name, value in (("watch", cannot_hook), ("PageBatches", cannot_start)):

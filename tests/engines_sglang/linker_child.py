@@ -250,7 +250,7 @@ def written_by_rdma() -> dict[str, Any]:
 
 
 class Stalling(FlexKVLinker):
-    """A linker whose copies from the pool wait until `mover.release()`."""
+    """A linker whose copies from the pool wait until `mover.release()` is called."""
 
     def make_mover(self) -> Any:
         stall = testing_ext.FaultRule(2, kind=int(OpKind.D2H))

@@ -71,7 +71,7 @@ class Spied(Asked):
             time.sleep(0.05)
 
     def order(self, what: str, content: str = "") -> None:
-        """Writes an order for the linker, which deletes the file when it carries out the order."""
+        """Writes an order for the linker. The linker deletes the file when it executes the order."""
         (self.folder / what).write_text(content)
 
     def notes(self, what: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ class Spied(Asked):
         return set(self.notes(what)[-1]["pages"])
 
     def stored_pages(self) -> set[int]:
-        """Returns the numbers of the pool's pages that have been offloaded so far."""
+        """Returns the numbers of those pages of the pool that the engine has offloaded so far."""
         return {page for note in self.notes("offload") for page in note["pages"]}
 
     def loads_to_other_pages(self, judge: Judge, name: str = "a") -> None:

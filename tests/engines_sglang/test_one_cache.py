@@ -103,11 +103,11 @@ class Vllm:
 
 @contextmanager
 def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iterator[Sglang | Vllm]:
-    """Runs the `with` block with the engine, waits until the engine's stores are on disk, and ends it.
+    """Runs the `with` block with the engine, waits until the engine's stores are on disk, and ends the engine.
 
     Args:
         disk: the folder; None if the engine has no flexkv.
-        stores: whether the engine stores pages within the block. If so, this first waits for the first write.
+        stores: whether the engine stores pages within the block. If so, this function first waits for the first write.
     """
     try:
         if disk is not None:

@@ -194,7 +194,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Runs the scheduler and the workers in their own processes, as vLLM does by default."""
+    """Runs prompts on an engine whose scheduler and workers have their own processes, as by default in vLLM."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.forget()
@@ -231,7 +231,8 @@ def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = T
     """Runs a prompt whose first blocks another connector promises and does not load. This connector comes before flexkv
     in a MultiConnector.
 
-    Args:     knows_runner: False for a control, in which flexkv takes Model Runner V2 for V1.
+    Args:
+        knows_runner: False for a control, in which flexkv takes Model Runner V2 for V1.
     """
     from flexkv.adapters.vllm.engine_spec import EngineRole
 

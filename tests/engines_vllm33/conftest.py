@@ -143,7 +143,7 @@ class Cases:
         deadline_s: float = CASE_DEADLINE_S,
         **arguments: Any,
     ) -> Found:
-        """Runs a case with `arguments` in a process of its own, and returns its result and its log.
+        """Runs a case with `arguments` in a process of its own. Returns the case's result and its log.
 
         Raises:
             AssertionError: if the case failed; the error has the case's message and the end of its log.

@@ -203,7 +203,7 @@ class Engine:
     # --- the results of a case ---
 
     def note(self, phase: str, answers: Sequence[Request]) -> None:
-        """Records the answers of a phase, in a form that JSON can encode. `end` returns them."""
+        """Records the answers of a phase in a form that JSON can encode. `end` returns these records."""
         self._phases[phase] = {
             "tokens": [answer.tokens for answer in answers],
             "cached": [answer.cached for answer in answers],

@@ -1,4 +1,4 @@
-"""Sleep mode: engines that release their memory and get it back."""
+"""Sleep mode: engines release their memory and get it back, and later hits are right."""
 
 from __future__ import annotations
 

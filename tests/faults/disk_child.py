@@ -1,11 +1,13 @@
 """A process for tests that kill it. It makes random calls of a disk tier. It records each step in a file of marks: a
 line before the step, and a line after it.
 
-Its arguments are either `serve`, or the following:     folder: the tier's folder, or a folder with folders `disk*`,
-over which the tier is striped.     marks: the file for the marks.     seed, steps: seed of the random choices, and
-number of steps.     way: how pages reach the disks, a name in WAYS.     how: `normal`, or a fault that the tests must
-find. With `no-sync` the data is not synced. With `index-first` the         index becomes durable, and is reported as
-such, before the data.
+Its arguments are either `serve`, or the following:
+    folder: the tier's folder, or a folder with folders `disk*`, over which the tier is striped.
+    marks: the file for the marks.
+    seed, steps: seed of the random choices, and number of steps.
+    way: how pages reach the disks, a name in WAYS.
+    how: `normal`, or a fault that the tests must find. With `no-sync` the data is not synced. With `index-first` the
+        index becomes durable, and is reported as such, before the data.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
 
 
 def disks_of(folder: Path) -> list[Path]:
-    """Returns the folders that a tier is striped over: `disk*` in `folder`, or `folder` itself if there are none."""
+    """Returns the folders over which a tier is striped: the folders `disk*` in `folder`, or `folder` itself if there
+    are none."""
     return sorted(folder.glob("disk*")) or [folder]
 
 
@@ -100,7 +103,7 @@ class Child:
     """Uses a disk tier, and keeps the state that a control plane would keep.
 
     Attributes:
-        held: place -> (number, generation, group) of the page there.
+        held: disk slot -> (number, generation, group) of the page in it.
         inherited: generations of the pages that were on disk when the tier was opened.
     """
 

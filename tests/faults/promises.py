@@ -17,7 +17,7 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, keys_of
 
 
 class Promises:
-    """What the marks so far promise.
+    """The promises that the marks contain so far. A place is a disk slot.
 
     Attributes:
         written: place -> (generation, number, group) of the last write to the place that began.

@@ -139,7 +139,8 @@ def test_what_was_durable_is_served_after_every_kill(folders: list[Lives], soak_
         )
     assert sum(served) > KILLS // CHECK_EVERY
     for lives in folders:
-        # No disk space is lost: there is one slab of the configured size, and no unknown file.
+        # The folder uses no more disk space than configured: it has one slab of the configured size, and no unknown
+        # file.
         for disk in disks_of(lives.disk):
             (unit,) = unit_folders(disk)
             files = {"lock", "group0.slab", "group0.header", "index.sqlite", "epoch", "opens", "spare"}

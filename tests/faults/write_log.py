@@ -101,8 +101,8 @@ def _cover(calls: list[Call]) -> None:
 
 
 class Disks:
-    """Makes images of the disks at positions of one log. The positions must ascend, because covered writes are applied
-    only once.
+    """Makes images of the disks at positions of one log. The caller must give the positions in ascending order, because
+    the object applies each covered write only once.
     """
 
     def __init__(self, log: WriteLog, rng: random.Random) -> None:
@@ -118,7 +118,8 @@ class Disks:
         self._settled: dict[int, tuple[int, bytearray]] = {file: (0, bytearray()) for file in self._files}
 
     def image(self, cut: int) -> dict[str, bytes]:
-        """Returns the files as a power cut at position `cut` could leave them: relative path -> content."""
+        """Returns the files as a power cut at position `cut` could leave them, as a dict from relative path to
+        content."""
         paths: dict[str, int] = {}
         lost = False
         for call in self._names:

@@ -1,6 +1,6 @@
 """A network namespace that has only the loopback interface, for servers that listen on all interfaces.
 
-If the machine does not allow a namespace, the test is skipped, with the reason. A process that is started with
+If the machine does not allow a namespace, the test is skipped, and the reason is shown. A process that is started with
 `command` runs in the namespace and ends when its parent ends.
 """
 

@@ -56,8 +56,8 @@ def test_a_carried_core_is_not_built(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces each stage by one with a single step, which prints the stage's name. If a core was carried to the
-    machine, the build stage's step does not run."""
+    """Replaces each stage by a stage with a single step, which prints the stage's name. If a core was carried to the
+    machine, the step of the build stage does not run."""
 
     def small(name: str, visit: Visit) -> Stage:
         missing = gpu_plan.CARRIED if name == "build" and visit.carried else ""

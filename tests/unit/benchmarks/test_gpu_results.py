@@ -1,7 +1,6 @@
-"""The page of a GPU's results: each goal is judged by its rows, and the page invents nothing for steps that did not
-run.
+"""The page of a GPU's results. It judges each goal by the measured rows, and shows no value for steps that did not run.
 
-No row here comes from a GPU: the rows are made up, and the steps of the stages are small programs.
+No row in these tests comes from a GPU: the rows are made up, and the steps of the stages are small programs.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ NEED_A_GPU = ("HostPool.pin", "TransferEngine.record", "cuda_identity")
 """Calls that need a GPU. Without a GPU, the core refuses them whatever their arguments are."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
-"""Constructors of classes whose objects are made only by methods of other classes."""
+"""Constructors that Python cannot call: only methods of other classes make objects of these classes."""
 
 
 def _address(world: World) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""Cases of the fuzzer. A case is a few consecutive calls on shared objects. A seed and the case's number determine the
-calls.
+"""Cases of the fuzzer. A case is a few consecutive calls on shared objects. The calls depend only on the seed and the
+number of the case.
 
 Each call has its own seed, so that a case can be run again with some of its calls left out.
 """
@@ -120,7 +120,8 @@ class Fuzzer:
             world.close()
 
     def run_valid(self, target: Target) -> None:
-        """Makes the call once with valid arguments. Errors pass through, except those of calls that need a GPU."""
+        """Makes the call once with valid arguments. Raises the errors of the call, except those of calls that need a
+        GPU."""
         world = World(self.folder)
         try:
             self.say(target.name)
@@ -141,7 +142,7 @@ class Fuzzer:
             made = partial(self._make, target, function, positional, named)
             beside, name = self._beside(target, function, given, world, rng)
         except FlexKVError:
-            return  # an earlier call has closed an object that this call needs
+            return  # an earlier call of the case has closed an object that this call needs
         self.say(f"{place}: {describe(target, positional, named)}{name}")
         if beside is None:
             made()
@@ -206,7 +207,7 @@ class Fuzzer:
         if wrong:
             raise wrong[0]
 
-    # --- functions to call, and objects to call them on -------------------------------------------------------------
+    # --- functions to call, and objects to call them on ---
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
         """Returns the function to call. A method is bound to a valid object or, if `rng` is given, sometimes to an
@@ -253,7 +254,7 @@ class Fuzzer:
     def _heir(self, cls: type) -> type:
         return type("Heir", (cls,), {})
 
-    # --- arguments --------------------------------------------------------------------------------------------------
+    # --- arguments ---
 
     def _arguments(
         self, target: Target, world: World, rng: random.Random

@@ -1,5 +1,5 @@
-"""Runs code that once crashed the process. It runs in a child process, so that a crash fails one test instead of ending
-the test run.
+"""Tests of code that once crashed the process. The code runs in a child process, so that a crash fails one test and
+does not end the test run.
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ def _report(run: Run, first: int, ended: Ended) -> str:
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
-    """Runs the failed case again with fewer and fewer calls. Returns the smallest set of calls found with which it
-    still fails; empty if the case does not fail when it runs alone.
+    """Runs the failed case again with fewer and fewer calls. Returns the smallest set of calls found with which the
+    case still fails. Returns an empty set if the case does not fail when it runs alone.
     """
 
     def is_wrong(chosen: tuple[int, ...]) -> bool:

@@ -1,8 +1,8 @@
 """No input from Python crashes the native core: the tests call every function, constructor, method and property with
 hostile values.
 
-A seed and a case number determine everything except the order in which threads run. A failure names both, and the calls
-that caused it.
+A seed and a case number determine everything except the order in which threads run. A failure names the seed, the case
+number, and the calls that caused it.
 """
 
 from __future__ import annotations

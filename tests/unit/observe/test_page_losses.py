@@ -25,7 +25,7 @@ def product() -> dict[Path, ast.Module]:
 
 
 def named_in(module: ast.Module) -> set[str]:
-    """Returns the members of `PageLoss` to which a module's code refers."""
+    """Returns the members of `PageLoss` that a module's code names."""
     return {
         node.attr
         for node in ast.walk(module)

@@ -21,7 +21,8 @@ from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, shar
 PAGES = 5
 ROOT = Path(__file__).resolve().parents[3]
 APART = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
-"""A command that runs the program after it in a new user namespace, a new process namespace and a new mount namespace.
+"""The beginning of a command line. It runs the rest of the command line in a new user namespace, a new process
+namespace and a new mount namespace.
 """
 
 

@@ -351,7 +351,7 @@ def test_control_other_weights_are_taken_where_nobody_compares_them(
     wait_for(lambda: knows(other, PAGES))
 
 
-# --- outdated views ---
+# --- readers that see an outdated file ---
 
 
 @contextmanager
@@ -523,7 +523,7 @@ def test_what_no_other_unit_would_take_is_named_at_the_start(
     assert live_files(tmp_path) == []
 
 
-# --- invalid files, and servers that refuse ---
+# --- invalid files, and file servers that refuse a call ---
 
 
 @pytest.mark.parametrize("kind", ["junk", "pipe", "link", "folder", "foreign", "long"])

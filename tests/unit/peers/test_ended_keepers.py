@@ -1,4 +1,5 @@
-"""Units whose pages are kept by another process, when that process is killed or stopped."""
+"""A keeper is a process whose unit keeps pages that other units use. These tests kill or stop a keeper. No answer may
+be wrong afterwards, and no unit may wait for the keeper."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterat
 
 @pytest.fixture
 def other(keeper: int, make_engine: Make, tmp_path: Path, store: str) -> MiniEngine:
-    """An engine whose unit knows the keeper's pages."""
+    """An engine that has learned of the keeper's pages."""
     engine = make_engine(**settings_of(tmp_path / "run") | {"peers.store": store})
     wait_for(lambda: knows(engine, PAGES))
     return engine
@@ -125,7 +126,7 @@ def test_a_process_killed_while_a_load_waits_costs_no_wrong_number(keeper: int, 
 def test_pages_of_a_stopped_process_stay_readable(
     keeper: int, other: MiniEngine, make_engine: Make, tmp_path: Path, store: str
 ) -> None:
-    """A unit that knew the keeper before it was stopped can still read its pages, which are in shared memory. A unit
+    """If a keeper is stopped, a unit that knew it before can still read its pages, which are in shared memory. A unit
     that starts later does not wait for the stopped keeper.
     """
     os.kill(keeper, signal.SIGSTOP)
@@ -152,7 +153,7 @@ def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> 
 
 @pytest.fixture
 def grouped(group_keeper: int, start: Start, store: str) -> ScheduledEngine:
-    """An engine whose unit knows the keeper's pages in both KV groups."""
+    """An engine that has learned of the keeper's pages in its two KV groups."""
     engine = start("window", **{"peers.store": store})
     wait_for(lambda: knows_pages(engine, GROUP_PAGES))
     return engine

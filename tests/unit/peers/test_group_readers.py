@@ -48,7 +48,7 @@ from tests.unit.storage.disk_world import (
 HEADS = [0, 0, 0]
 SLOTS = 8
 PAGES = 3
-"""Number of pages of each KV group. The keys are the same in all groups."""
+"""Number of pages in each KV group. The pages of all groups have the same keys."""
 
 
 class TwoUnits:

@@ -175,7 +175,8 @@ def test_pages_of_two_groups_with_one_key_are_told_apart(
 
 
 class OneGroup:
-    """Wraps a peer directory. It finds the pages of every group among those of the first group."""
+    """Wraps a peer directory, and ignores the KV group: it looks up the pages of every group among those of the first
+    group."""
 
     def __init__(self, directory: Any) -> None:
         self._directory = directory

@@ -89,7 +89,8 @@ def test_only_the_copies_of_pages_that_the_keeper_evicts_are_promoted(start: Sta
 
     def remove_once_copied() -> None:
         nonlocal is_removed
-        # The copies remain in host memory until the scheduler knows that the load is finished.
+        # The copies stay in host memory until the scheduler knows that the load is finished. So there is time to remove
+        # a page.
         if not is_removed and there(other) == [12, 2]:
             remove_page(one, group, HIT)
             wait_for(lambda: knows_pages(other, pages - 1))

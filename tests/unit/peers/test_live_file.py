@@ -60,7 +60,7 @@ class Owner:
         self._generation = 0
 
     def put(self, *places: int) -> None:
-        """Puts new pages into these disk slots, and shows them on the board."""
+        """Puts new pages into the given disk slots, and shows them on the board."""
         for place in places:
             self.drop(place)
             self._generation += 1
@@ -407,8 +407,7 @@ def test_a_unit_does_not_remove_the_file_of_its_successor(owner: Owner, tmp_path
 
 
 def replaced_by_the_same_size(owner: Owner) -> bool:
-    """Replaces the file by another one of the same size. Returns whether the next heartbeat writes the file completely.
-    """
+    """Replaces the file by another one of the same size. Returns whether the next heartbeat writes all of it."""
     owner.put(1)
     owner.beat()
     other = owner.path.with_name("other")
@@ -507,7 +506,7 @@ def test_a_writer_and_readers_at_full_speed_agree(owner: Owner, monkeypatch: pyt
     assert faults == []
 
 
-# --- limits ---
+# --- limits of files and of single looks ---
 
 
 def test_a_look_reads_a_bounded_part_of_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,7 +626,7 @@ def test_only_its_user_may_read_the_file(owner: Owner) -> None:
     assert owner.path.stat().st_mode & 0o077 == 0
 
 
-# --- whose file it is ---
+# --- the head, which describes the owner of a file ---
 
 
 def test_a_head_survives_its_way() -> None:

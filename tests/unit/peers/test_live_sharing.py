@@ -17,7 +17,7 @@ SHARING_THREADS = {"flexkv-share", "flexkv-machines"}
 
 @pytest.fixture
 def pair(make_engine: Make, tmp_path: Path) -> tuple[MiniEngine, MiniEngine]:
-    """Two engines that share host memory."""
+    """Two engines that share the pages in their host memory."""
     settings = settings_of(tmp_path / "run")
     return make_engine(**settings), make_engine(**settings)
 
@@ -129,8 +129,8 @@ def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
 
 def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: Make, tmp_path: Path) -> None:
     def shared_memory() -> set[str]:
-        """Returns the inodes of the shared memory that this process has mapped. Some of it may belong to earlier tests
-        and be unmapped at any time."""
+        """Returns the inodes of the shared memory that this process has mapped. Earlier tests may have made some of it,
+        and may unmap it at any time."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         return {line.split()[4] for line in maps if "memfd:" in line}
 

@@ -1,5 +1,5 @@
-"""A unit's watch looks at the files of units on other machines and learns which pages they have. In these tests the
-watch has no thread; the test makes each look.
+"""A unit's watch looks at the files of units on other machines, and learns from them which pages these units have. In
+these tests the watch has no thread: the test calls each look.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def test_a_fault_that_passes_is_said_once_and_the_unit_stays(
     assert "not followed" not in caplog.text
 
 
-# --- the heartbeat during looks ---
+# --- the heartbeat while the watch looks at other files ---
 
 
 def test_the_heartbeat_does_not_wait_for_all_looks(

@@ -61,7 +61,7 @@ def mount(tmp_path: Path) -> Iterator[Mounts]:
 
 
 class Machine:
-    """A simulated machine: a mount of the shared folder, and an engine whose disk folder is in it."""
+    """A simulated machine: a mount of the shared folder, and an engine with a disk folder in this mount."""
 
     def __init__(self, mounted: SftpMount, make_engine: Make, **more: Any) -> None:
         self.mount = mounted
@@ -81,7 +81,8 @@ class Machine:
         self.engine.until(lambda: not self.engine.unit.busy)
 
     def serves(self, prompt: list[int]) -> int:
-        """Runs the prompt, comparing every number that is loaded. Returns the number of tokens that flexkv served."""
+        """Runs the prompt, and compares every number that is loaded. Returns the number of tokens that flexkv
+        served."""
         return self.engine.run(make_request(prompt, f"serve {prompt[0]} {time.monotonic_ns()}"))
 
     def knows(self, pages: int) -> None:
@@ -202,7 +203,7 @@ def test_a_server_that_is_killed_costs_misses(machines: Callable[..., tuple[Mach
     other.engine.close()
 
 
-# --- the interpreter's lock ---
+# --- no call holds the interpreter's lock while it waits ---
 
 
 def pause_while(mounted: SftpMount, call: Callable[[], object]) -> float:

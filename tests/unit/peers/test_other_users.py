@@ -32,7 +32,7 @@ os.setgroups([])
 os.setgid(int(sys.argv[2]))
 os.setuid(int(sys.argv[2]))
 """
-"""The beginning of a program. It changes the process's user after Python has read its own files."""
+"""The source of the beginning of a program. It changes the process's user, after Python has read its own files."""
 
 ASKS = """\
 line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,7 +41,7 @@ line.connect(sys.argv[1])
 text, files, _, _ = socket.recv_fds(line, 1 << 20, 8)
 print(len(text), len(files))
 """
-"""A program that asks a unit for its card and its descriptors."""
+"""The source of a program that asks a unit for its card and its descriptors."""
 
 ANSWERS = """\
 door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -54,7 +54,7 @@ line.settimeout(30)
 print(line.send(b"x") if sys.stdin.readline() else 0, flush=True)
 print(len(line.recv(1)), flush=True)
 """
-"""A program that imitates a unit, and sends arbitrary bytes in place of a card."""
+"""The source of a program that imitates a unit, and sends arbitrary bytes in place of a card."""
 
 
 def run_as(user: int, program: str, path: Path) -> subprocess.Popen[str]:

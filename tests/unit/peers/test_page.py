@@ -1,4 +1,4 @@
-"""flexkv accepts the settings, and logs the lines, that docs/one-cache.md shows."""
+"""flexkv accepts the settings that docs/one-cache.md shows, and writes the log lines that this page shows."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path
     one.unit.manager.reset()
     wait_for(lambda: knows(other, 0))
     one.forget()
-    one.run(make_request(PROMPT, "again"))  # stores pages of the new weights, which other units do not have
+    # stores pages of the new weights, which other units do not have yet
+    one.run(make_request(PROMPT, "again"))
     assert other.run(make_request(PROMPT, "two")) == 0
     assert live_tiers(one)[0].down
 
@@ -89,7 +90,8 @@ def test_pages_evicted_after_the_lookup_are_computed(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = with_a_prompt(make_engine, folder)
-    monkeypatch.setattr(other.unit.manager, "_followers", [])  # with this patch, `other` does not learn of the eviction
+    # with this patch, `other` does not learn of the eviction
+    monkeypatch.setattr(other.unit.manager, "_followers", [])
     one.unit.manager.hub.evict(0, 3)
     request = make_request(PROMPT, "two")
     other.add(request)

@@ -106,8 +106,7 @@ def disks(engine: MiniEngine) -> list[Any]:
 
 
 def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
-    """Starts a unit that keeps the prompt's pages, and another unit that knows of these pages. Returns the two units.
-    """
+    """Starts a unit that keeps the prompt's pages, and another unit that knows these pages. Returns the two units."""
     one, other = make_engine(**once(folder, **more)), make_engine(**once(folder, **more))
     one.run(make_request(PROMPT, "one"))
     wait_for(lambda: knows(other, PAGES))
@@ -215,7 +214,8 @@ def test_pages_that_their_keeper_evicts_are_lost_and_stored_again(make_engine: M
 def test_pages_of_a_unit_that_ended_are_promoted_once(
     make_engine: Make, folder: Path, verified: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two units promote the pages: together they copy each page once, and both can load all of them afterwards."""
+    """If a keeper ends, two units that used its pages promote them: together they copy each page once, and both can
+    load all of them afterwards."""
     one, other = pair(make_engine, folder, **{"host.verify": verified})
     third = make_engine(**once(folder, **{"host.verify": verified}))
     wait_for(lambda: knows(third, PAGES) and share_of(other).joined == 2)
@@ -498,7 +498,8 @@ def test_no_note_is_made_of_a_page_that_is_being_stored(make_engine: Make, folde
 
 
 def test_lost_pages_are_stored_from_the_engine_if_it_still_has_them(make_engine: Make, folder: Path) -> None:
-    """The pages are stored when the next request finds their blocks in the engine's own prefix cache."""
+    """Lost pages are stored from the engine if it still has them: when the next request finds their blocks in the
+    engine's own prefix cache."""
     one, other = pair(make_engine, folder)
     request = make_request(PROMPT, "computes", extra_args={"flexkv.tiers": ["host"]})
     assert other.add(request) == 0

@@ -66,7 +66,7 @@ class Held:
     """
 
     def __init__(self) -> None:
-        gc.collect()  # a lane of the native core keeps descriptors until its object is destroyed
+        gc.collect()  # the core's lane keeps descriptors until its Python object is destroyed
         self.threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("flexkv-")}
         self.descriptors = sorted(
             os.readlink(f"/proc/self/fd/{number}") if os.path.exists(f"/proc/self/fd/{number}") else ""

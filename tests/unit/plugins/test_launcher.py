@@ -303,7 +303,7 @@ def test_a_keeper_that_cannot_start_is_named(
     log.wait_for("cannot be started: [Errno 2] No such file or directory", times=2)
 
 
-# --- controls: the tests detect a broken launcher or keeper ---
+# --- controls with a broken launcher or keeper, which the tests must detect ---
 
 
 def broken_keeper(monkeypatch: pytest.MonkeyPatch, patch: str) -> None:

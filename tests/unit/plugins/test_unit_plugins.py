@@ -74,7 +74,7 @@ def test_a_process_that_is_no_plugin_is_told_so(monkeypatch: pytest.MonkeyPatch)
         connect()
 
 
-# --- a plugin's own process ---
+# --- plugins in processes of their own, and their calls to the unit ---
 
 ASKS = """
 from flexkv.plugins.client import connect

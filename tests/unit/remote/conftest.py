@@ -19,7 +19,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis(shared_redis: RedisServer) -> RedisServer:
-    """The shared Redis server, emptied."""
+    """The shared Redis server, after all its values were deleted."""
     assert shared_redis.ask("FLUSHALL") == b"+OK\r\n"
     return shared_redis
 

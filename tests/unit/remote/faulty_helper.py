@@ -21,14 +21,14 @@ from flexkv.remote.values import ValueFormat
 
 PLAN_VARIABLE = "TEST_REMOTE_FAULT_PLAN"
 REACHED = ".reached"
-"""Suffix of the name of a file beside the plan. The helper makes this file when it carries out the plan."""
+"""Suffix of a file name. The helper makes a file with the plan's name and this suffix when it executes the plan."""
 
 
 def act(moment: str) -> None:
     """Carries out the plan if it is for this moment.
 
-    The deed `kill` or `stop` sends this process the signal; `hold` waits until the plan is removed; `hang` blocks this
-    thread for ever, while the process's other threads continue.
+    The deed `kill` or `stop` sends this process the signal of that name; `hold` waits until the plan is removed; `hang`
+    blocks this thread for ever, while the process's other threads continue.
     """
     path = Path(os.environ[PLAN_VARIABLE])
     try:

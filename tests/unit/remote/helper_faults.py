@@ -24,10 +24,10 @@ SLACK_S = 20.0
 
 
 class Plan:
-    """Writes the file with the plan of all faulty helpers (see `faulty_helper.py`).
+    """Writes the plan for all faulty helpers into its file (see `faulty_helper.py`).
 
     Attributes:
-        reached: path of a file that a helper makes when it carries out the plan.
+        reached: path of the file that a helper makes when it executes the plan.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,8 @@ def children() -> set[int]:
 
 
 def leased(unit: RemoteUnit) -> int:
-    """Evicts all pages from host memory that can be evicted. Returns the number of slots that are still in use."""
+    """Evicts all evictable pages from host memory. Returns the number of slots that are still in use, because they are
+    leased."""
     unit.lose_host()
     index = unit.manager.hub.index
     return int(index.up_slots(0) - index.free_slots(0))

@@ -162,7 +162,7 @@ class StoreChild:
         return self.call("ask", method, *arguments)
 
     def kill_now(self) -> None:
-        """Asserts that the child has not answered the last call yet, and kills it."""
+        """Asserts that the child has not answered the last call yet. Then kills the child."""
         assert self._process.poll() is None
         assert self._process.stdout is not None
         assert not select.select([self._process.stdout], [], [], 0)[0], "it has answered already"

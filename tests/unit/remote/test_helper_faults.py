@@ -1,5 +1,5 @@
-"""A helper may die, hang or stop at any moment. Its unit then loads no wrong byte, loses no slot and frees none too
-early, and its remote tier recovers.
+"""A helper may die, hang or stop at any moment. Then its unit still loads no wrong byte, loses no slot, and frees no
+slot too early. Its remote tier recovers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def build(redis: RedisServer, plan: Plan) -> Iterator[Build]:
 
 @pytest.fixture
 def stored(build: Build) -> Build:
-    """Writes the pages of KEYS to the store. Returns the function that builds units on it."""
+    """Writes the pages of KEYS to the store. Returns the function that builds more units with this store."""
     write_all(build(), KEYS)
     return build
 
@@ -215,7 +215,8 @@ def test_helper_that_dies_at_each_start_is_started_ever_less_often(
     while time.monotonic() - begun_s < 4.0:
         assert load_in_time(unit, KEYS) == 0 or not unit.tier.down
         time.sleep(0.01)
-    # The pauses between starts are 0.05, 0.1, 0.2, 0.4, then 0.8 s, each randomly shortened by up to a quarter.
+    # The limit allows for these pauses between starts: 0.05, 0.1, 0.2, 0.4, then 0.8 s each, randomly shortened by up
+    # to a quarter.
     assert 2 <= unit.plane.totals.restarts <= 4 + (time.monotonic() - begun_s) / 0.6 + 1
     plan.clear()
     heals(unit, KEYS)

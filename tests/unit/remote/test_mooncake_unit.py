@@ -1,5 +1,5 @@
-"""Units whose store is a real Mooncake. Its servers die, stop, and claim to have pages that they do not have. Every
-page is then loaded unchanged or is a miss, no slot is lost, and the remote tier recovers.
+"""Units whose store is a real Mooncake. Its servers die, stop, and report pages that they do not have. Even then, every
+page is loaded unchanged or is a miss, no slot is lost, and the remote tier recovers.
 
 Units and servers run in a network namespace. If no namespace can be made, the tests are skipped with that reason.
 """

@@ -1,5 +1,5 @@
-"""A program that makes a unit, begins to read the pages of `prompt`, prints the pid of the unit's helper, and runs
-until it is killed.
+"""A program that makes a unit, begins to read the pages of `prompt`, and prints the process id of the unit's helper. It
+runs until it is killed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def make_disks(tmp_path: Path) -> Iterator[Callable[..., DiskWorld]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system of 1 MiB."""
+    """A separate file system of 1 MiB, so that a test can fill it."""
     mount = tmp_path / "small"
     mount.mkdir()
     done = subprocess.run(

@@ -161,7 +161,8 @@ class DiskWorld:
         return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.groups[of].stripe_bytes)]
 
     def payload(self, number: int, epoch: int = 0, of: int = 0) -> NDArray[np.uint8]:
-        """Returns the stripes of block `number` in `epoch`: all bytes of its slot image before the trailer."""
+        """Returns all bytes of the slot image of block `number` in `epoch`, up to the trailer: the stripes of the
+        ranks."""
         size = self.codecs[of].trailer_offset
         words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         words += np.uint64(number + (epoch << 32) + (of << 56))
@@ -278,8 +279,8 @@ class DiskWorld:
         self.until(lambda: wanted <= self.durable, f"{wanted - self.durable} did not become durable")
 
     def read_rows(self, rows: IndexRows) -> dict[int, str]:
-        """Reads the page of every row, as a page of the row's group. Returns a dict from the number of each block whose
-        read failed to the reason."""
+        """Reads the page of every row, as a page of the row's group. For each block whose read failed, returns the
+        reason, in a dict by the block's number."""
         failed = {}
         step = self.pool.slots // 2
         groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups

@@ -1,4 +1,4 @@
-"""Makes copies of a disk tier's folder, each with one flipped bit in one file, and opens them as the product does."""
+"""Makes copies of a disk tier's folder, each with one flipped bit in one file. Opens each copy as the product does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
         world.wait_durable(numbers, generations)
         gone = [number for number in EVICTED if number in numbers]
         world.unit.record_evict(0, np.array(gone, np.int32), generations[np.array(gone, np.int64) - first])
-    world.write([0], [0], generations=world.unit.next_generations(1))  # makes a commit after the last eviction
+    world.write([0], [0], generations=world.unit.next_generations(1))  # a commit after the last eviction
     world.until(lambda: not world.unit.stats().journal_lag_s, "the last page did not become durable")
     return world
 

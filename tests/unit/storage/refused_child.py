@@ -73,7 +73,8 @@ def main() -> None:
     assert world.unit._lane is not None
     (_, _, backend, note), *_ = world.unit._lane.states()
     rings = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
-    # fdinfo has one line per entry of the ring's buffer table. An entry in use shows an address and a length.
+    # The kernel's fdinfo has one line per entry of the ring's buffer table. An entry in use shows an address and a
+    # length.
     pinned = sum(
         len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
     )

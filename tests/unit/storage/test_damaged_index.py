@@ -246,7 +246,7 @@ def test_nothing_is_called_durable_in_an_index_that_has_no_name(
     assert (2, int(late[0])) not in world.durable
     (lost,) = [lost for events in world.events for lost in events.lost]
     assert "deleted or replaced" in lost.reason
-    _, more = world.write([4], [3])  # the other disk is still in use
+    _, more = world.write([4], [3])  # the unit's other disk is still in use
     world.wait_durable([3], more)
 
 

@@ -23,7 +23,7 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, ke
 
 
 class TwoDisks:
-    """A unit on two disks. To simulate a missing disk, a file replaces the disk's folder."""
+    """A unit on two disks. To simulate a missing disk, the test replaces the disk's folder by a file."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.disks = [tmp_path / "disk0", tmp_path / "disk1"]
@@ -225,7 +225,8 @@ def test_an_epoch_that_is_none_is_named_and_the_index_decides(make_disks: MakeDi
 def test_an_epoch_that_is_written_in_part_leaves_the_former_one(tmp_path: Path) -> None:
     write_epoch(tmp_path, 7)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))  # writes end at byte 4; the next one fails
+    # limits the file size: a write ends at byte 4, and the next write fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
             write_epoch(tmp_path, 8)

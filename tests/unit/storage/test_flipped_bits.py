@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder in /dev/shm, where syncs cost nothing; without /dev/shm, an ordinary folder."""
+    """A folder in /dev/shm, where syncs take no time. Without /dev/shm, it is an ordinary folder."""
     shm = Path("/dev/shm")
     folder = shm / f"flips-{os.getpid()}" if os.access(shm, os.W_OK) else tmp_path / "flips"
     folder.mkdir()
@@ -132,7 +132,7 @@ def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
 ) -> None:
     log = crashed.fresh() / "index.sqlite-wal"
     with open(log, "ab") as file:
-        file.write(bytes(range(256)) * 10)  # stray bytes behind the log's end, such as those of an earlier log
+        file.write(bytes(range(256)) * 10)  # stray bytes behind the log, such as those of an earlier one
     crashed.served()
     assert not (log.parent / "index.damaged").exists()
 
@@ -234,7 +234,7 @@ def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) ->
     publish(0, 1, 1 << 40)
     size = path.stat().st_size
     for offset in range(PAGE_BYTES, size, PAGE_BYTES):
-        flip_bit(path, offset, 3)  # the type byte of each SQLite page
+        flip_bit(path, offset, 3)  # the byte with the type of each SQLite page
     publish(3, 160, 2 << 40)
     assert path.with_name("index.damaged").exists()
     publish(5, 400, 3 << 40)

@@ -51,8 +51,8 @@ def fill_up(disk: Path) -> Path:
 
 
 def fills(world: DiskWorld, first: int, most: int) -> tuple[list[int], np.ndarray, list[int]]:
-    """Writes pages until some fail because the disk is full. Returns the disk slots that were written, their
-    generations, and the disk slots whose write failed."""
+    """Writes pages until some fail because the disk is full. Returns three lists: the disk slots that were written, the
+    generations of these slots, and the disk slots whose write failed."""
     good, generations, failed = [], [], []
     for place in range(first, most):
         result, generation = world.write([place], [place])

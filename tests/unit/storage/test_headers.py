@@ -160,7 +160,8 @@ def test_the_header_says_what_the_unit_was_made_with(make_disks: MakeDisks) -> N
 
 
 def resigned(raw: bytes | bytearray, header_bytes: int) -> bytes:
-    """Returns the header with its digest replaced by one that matches its content."""
+    """Returns the header with a digest that matches its content, as if the header had been written with this
+    content."""
     made = bytearray(raw)
     struct.pack_into("<Q", made, DIGEST_AT, 0)
     struct.pack_into("<Q", made, DIGEST_AT, c_ext.run_digest(bytes(made[:header_bytes])))
@@ -252,22 +253,22 @@ RECORD_AT = FIXED.size
 @pytest.mark.parametrize(
     ("at", "value"),
     [
-        (24, 4096),  # slot_bytes
-        (112, 1),  # group
-        (140, 0),  # groups
+        (24, 4096),  # sets the field slot_bytes
+        (112, 1),  # sets the field group
+        (140, 0),  # sets the field groups
         (140, 4),
         (140, 1 << 31),
-        (164, 0xFFFF),  # length of unit
-        (RECORD_AT, 1),  # number of the first group
-        (RECORD_AT + 4, 0),  # ranks
+        (164, 0xFFFF),  # sets the length of the field unit
+        (RECORD_AT, 1),  # sets the number of the first group
+        (RECORD_AT + 4, 0),  # sets the field ranks of the group's record
         (RECORD_AT + 4, 1 << 31),
-        (RECORD_AT + 8, 1 << 30),  # layers
-        (RECORD_AT + 12, 2),  # runs
-        (RECORD_AT + 16, 0),  # block_tokens
-        (RECORD_AT + 20, 3),  # reach
-        (RECORD_AT + 28, 0x21212121),  # rule
+        (RECORD_AT + 8, 1 << 30),  # sets the field layers of the group's record
+        (RECORD_AT + 12, 2),  # sets the field runs of the group's record
+        (RECORD_AT + 16, 0),  # sets the field block_tokens of the group's record
+        (RECORD_AT + 20, 3),  # sets the field reach of the group's record
+        (RECORD_AT + 28, 0x21212121),  # sets the field rule of the group's record
         (RECORD_AT + 28, 0xFFFFFFFF),
-        (RECORD_AT + 60, 0xFFFF),  # length of format_id
+        (RECORD_AT + 60, 0xFFFF),  # sets the length of the field format_id
     ],
 )
 def test_a_header_that_says_what_cannot_be_is_left_alone(make_disks: MakeDisks, at: int, value: int) -> None:

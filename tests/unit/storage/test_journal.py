@@ -148,7 +148,7 @@ def publish_some(unit: StripedSlabs, count: int) -> None:
 
 
 class Watched(threading.Condition):
-    """A condition that calls `ask` right after each release of its lock, in the thread that released it."""
+    """A condition that calls `ask` right after each release of its lock, in the thread that has released it."""
 
     ask: Callable[[], None] | None = None
     asking = False

@@ -102,7 +102,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     assert lost.disk == 1
     assert text in lost.reason
     assert world.unit.alive == (True, False)
-    # Pages for the lost disk's slots fail without another I/O.
+    # Pages for slots of the lost disk fail without another I/O.
     acted = faults.acted
     result, _ = world.write([10, 11], [10, 11], publish=False)
     assert result.failed.tolist() == [1]
@@ -310,7 +310,7 @@ def test_a_deleted_slab_is_found_and_nothing_more_is_called_durable(make_disks: 
     result = world.read(range(4), range(4), generations)
     assert result.failed.tolist() == [0, 2]
     assert "was taken out" in result.reason
-    _, more = world.write([20], [21])  # the other disk is still in use
+    _, more = world.write([20], [21])  # the unit's other disk is still in use
     world.wait_durable([21], more)
 
 

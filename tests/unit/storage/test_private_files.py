@@ -49,7 +49,7 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
     used(world)
     assert readable_by_others(tmp_path / "mount") == {}
     assert world.close()
-    # A damaged index is kept under another name. Both that file and the new index must be private too.
+    # flexkv keeps a damaged index under another name. That file and the new index must be private, too.
     (world.folder / "index.sqlite").write_bytes(b"no database at all" * 300)
     world = DiskWorld([root])
     used(world)

@@ -30,7 +30,7 @@ def shared(make_disks: MakeDisks, disks: int = 1, **options: object) -> DiskWorl
 
 
 def pages(rows: IndexRows) -> dict[int, tuple[int, int]]:
-    """Returns (group, block) for each disk slot in `rows`."""
+    """Returns a dict from each disk slot in `rows` to the group and the block of its page."""
     assert rows.groups is not None
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     return dict(zip(rows.places.tolist(), zip(rows.groups.tolist(), numbers, strict=True), strict=True))

@@ -1,4 +1,4 @@
-"""A folder keeps the name of the weights with which its pages were computed. The name is written durably; if it is
+"""A folder keeps the name of the weights with which its pages were computed. flexkv writes the name durably. If it is
 damaged, the weights count as unknown.
 """
 

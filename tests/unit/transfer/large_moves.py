@@ -140,7 +140,8 @@ class MovesWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Number of bytes that each path of the GPU has moved; empty for plain memory."""
+        """Returns the number of bytes that each copy path of the GPU has moved, by path. For plain memory, returns an
+        empty dict."""
         lane = self.engine.cuda_lane
         return {} if lane is None else {path: moved for path, _, moved, _ in lane.counts() if moved}
 

@@ -92,8 +92,8 @@ def test_owners_of_a_detached_view_go_with_the_last_op_that_uses_it(make_world: 
 
 
 class SlowAnswers:
-    """Wraps the native engine, and delays the return of one of its calls after the call has been carried out. During
-    the delay the test lets another thread continue.
+    """Wraps the native engine. It delays the return of one of the engine's calls until the test lets it continue. The
+    call itself is carried out at once.
     """
 
     def __init__(self, native: object, late: str) -> None:

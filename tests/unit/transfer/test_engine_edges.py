@@ -1,4 +1,4 @@
-"""Edges between ops: when an op may start, and how a failure travels along the edges."""
+"""Edges between ops: when an op may start, and how a failure affects the ops that depend on it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Call
 @pytest.mark.parametrize("kind", [EdgeKind.STREAM, EdgeKind.BARRIER])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_edges_order_the_bytes(make_world: Callable[..., World], kind: EdgeKind, threads: int) -> None:
-    # A chain of copies: block -> slot -> block -> slot -> block. The stores are delayed, so a load that started too
-    # early would copy old bytes.
+    # The ops copy in a chain: block -> slot -> block -> slot -> block. The stores are delayed, so a load that started
+    # too early would copy old bytes.
     world = make_world(
         rules=[testing_ext.FaultRule(DELAY, kind=OpKind.D2H, delay_s=0.001)], copy_threads=threads
     )

@@ -264,7 +264,7 @@ def test_views_of_two_groups_may_share_memory_only_block_by_block(world: World) 
     with pytest.raises(GeometryError, match=r"groups 2 and 0: block 0 .* and block 1 .* share bytes"):
         world.engine.attach_view(2, view, world.pool)
     wider = rows[:1].copy()
-    wider[0, 1] = 2 * world.run_bytes  # with this stride, block 1 is where group 0 has block 2
+    wider[0, 1] = 2 * world.run_bytes  # with this stride, block 1 starts where group 0 has block 2
     view = c_ext.KvView(wider, world.blocks // 2, world.run_bytes)
     with pytest.raises(GeometryError, match="share bytes"):
         world.engine.attach_view(2, view, world.pool)

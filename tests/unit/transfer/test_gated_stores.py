@@ -1,4 +1,5 @@
-"""Gated stores are submitted before their layers are written, and copy each layer after it has been opened."""
+"""Gated stores: they are submitted before their layers are written, and copy each layer only after it has been
+opened."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_slot_is_memory_of_its_own_and_no_slot_crosses_an_extent(shared: bool) -> None:
-    # An extent of 4 MiB has space for 3 slots, so it holds 3 slots and ends with a gap.
+    # An extent of 4 MiB has space for 3 slots of 1.25 MiB, and ends with a gap.
     pool = HostPool(5 * MIB // 4 // 4096 * 4096, 8, shared=shared, extent_bytes=4 * MIB)
     assert pool.wait_ready(8, GENEROUS_S)
     for slot in range(8):
@@ -147,7 +147,7 @@ def test_control_groups_limit_what_is_available(tmp_path: Path) -> None:
     (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:    8192 kB\n")
     (proc / "self" / "cgroup").write_text("7:cpu,memory:/a\n0::/b/c\n")
     assert c_ext.available_memory(str(proc), str(groups)) == (8 * MIB, "MemAvailable")
-    # cgroup v2: the parent's limit applies, and the parent's inactive page cache counts as free.
+    # cgroup v2: the limit is the parent's. The parent's inactive page cache counts as free memory.
     (groups / "b" / "c").mkdir(parents=True)
     (groups / "b" / "c" / "memory.max").write_text("max\n")
     (groups / "b" / "c" / "memory.current").write_text("1\n")
@@ -159,7 +159,7 @@ def test_control_groups_limit_what_is_available(tmp_path: Path) -> None:
     (groups / "b" / "c" / "memory.high").write_text(f"{3 * MIB}\n")
     (groups / "b" / "c" / "memory.current").write_text(f"{MIB}\n")
     assert c_ext.available_memory(str(proc), str(groups)) == (2 * MIB, f"{groups}/b/c/memory.high")
-    # cgroup v1: the group is over its limit already.
+    # cgroup v1: the group already uses more than its limit.
     (groups / "memory" / "a").mkdir(parents=True)
     (groups / "memory" / "a" / "memory.limit_in_bytes").write_text("4096\n")
     (groups / "memory" / "a" / "memory.usage_in_bytes").write_text("8192\n")

@@ -276,7 +276,7 @@ def test_units_have_numbers_of_their_own(build: Build) -> None:
     assert len({build().unit_id, build().unit_id, NO_UNIT}) == 3
 
 
-# --- builds that fail ---
+# --- units that cannot be built ---
 
 HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64)
 

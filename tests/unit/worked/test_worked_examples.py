@@ -4,7 +4,7 @@ flexkv's code and compare them with the document's.
 The documents are about: the layer pipeline (from buffers to paged memory); two requests in a CPU offload connector; the
 flow through POSIX files; staged GDS transfers; and tokens and blocks in a cache's connector. Some documents have
 mistakes: two different sizes of a block, V of layer 0 taken for layer 1, and an enumeration in another order. In these
-cases the test follows the document's own premises, and a comment names the mistake.
+cases the test uses the numbers that follow from the document's own assumptions, and a comment names the mistake.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def test_the_table_of_steps_for_32_layers() -> None:
     step_of: dict[tuple[str, int], int] = {}
     step = 0
     for number, work in enumerate(device.given):
-        # A step begins with its scatter, or with its transform if it has no scatter. Step 0 has only a load.
+        # A step begins with its scatter (the write to paged memory), or with its transform if it has no scatter. Step 0
+        # has only a load.
         if work[0] == "scatter" or (work[0] == "transform" and device.given[number - 1][0] != "scatter"):
             step += 1
         step_of[work] = step

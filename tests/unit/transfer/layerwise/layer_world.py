@@ -176,7 +176,7 @@ class ReorderedStream(Stream):
             self._device.ran.append((stage, layer))
             try:
                 work()
-            except Exception as error:  # every device catches this error
+            except Exception as error:  # a device must store an error of its work, and not raise it
                 self.failure = str(error)
 
 
