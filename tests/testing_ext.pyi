@@ -115,8 +115,8 @@ def cuda_constants() -> dict[str, int]:
 
 class FakeGpu:
     """A GPU's lane on the FAKE driver of tests/native/fake_cuda.h, in which host memory replaces the GPU's memory, and
-    a thread replaces each stream. It shows order and bookkeeping, but nothing about speed. A process may have only one
-    at a time.
+    a thread replaces each stream. Tests with it can check order and bookkeeping, but not speed. A process may have only
+    one FakeGpu at a time.
     """
 
     def __init__(
@@ -136,6 +136,6 @@ class FakeGpu:
     def hold_copies(self, held: bool) -> None:
         """Stops every stream except the engine's, or releases them."""
     def drain(self) -> None:
-        """Returns when the engine's stream has nothing left to do."""
+        """Waits until the engine's stream has finished all its work."""
     def violations(self) -> list[str]:
         """Returns a description of each violation of the driver's rules."""

@@ -150,8 +150,8 @@ def dtypes_of_keys() -> dict[str, Any]:
 
 
 def writers_of_latents() -> dict[str, Any]:
-    """Returns whether SGLang lets the second of two ranks store latents: once before and once after flexkv's storage is
-    made."""
+    """Returns two answers to the question whether SGLang lets the second of two ranks store latents: before and after
+    flexkv's storage is made."""
     config = storage_config(tp_rank=1, is_mla_model=True)
     before = config.is_storage_writer
     hicache.FlexKVHiCache(config)

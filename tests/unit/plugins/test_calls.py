@@ -1,4 +1,4 @@
-"""The calls that a plugin can make to a unit. Also how the unit responds to calls that it cannot carry out."""
+"""Tests of a plugin's calls to its unit, and of the unit's responses to calls that it cannot carry out."""
 
 from __future__ import annotations
 

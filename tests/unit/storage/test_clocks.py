@@ -47,8 +47,7 @@ def test_any_clock_is_a_time_that_pages_can_carry(clock: SetClock, now_s: float)
 def test_pages_are_durable_and_found_again_by_any_clock(
     make_disks: MakeDisks, clock: SetClock, now_s: float
 ) -> None:
-    """Pages become durable, and a restarted unit finds them again, even if the system clock always shows a wrong time.
-    """
+    """Pages become durable, and a restarted unit finds them again, even if the system clock shows a wrong time."""
     clock.now_s = now_s
     world = make_disks()
     _, generations = world.write(range(4), range(4))

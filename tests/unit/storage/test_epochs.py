@@ -110,8 +110,8 @@ def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) 
 
 @pytest.fixture
 def beside_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Returns the folders of two disks. The first has eight pages. The second is as a crash left it, which ended its
-    very first opening before the epoch was written."""
+    """Returns the folders of two disks. The first has eight pages. In the second one, a
+    crash ended the very first opening before the epoch was written."""
     folders = [tmp_path / "disk0", tmp_path / "disk1"]
     world = DiskWorld(folders[:1])
     _, generations = world.write(range(8), range(8))

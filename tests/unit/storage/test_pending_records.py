@@ -216,7 +216,7 @@ def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: 
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
     assert world.unit.unflushed
-    result, _ = world.write([20], [0], publish=False)  # overwrites a page, so the page's row in the index must go
+    result, _ = world.write([20], [0], publish=False)  # overwrites a page, so its row in the index must go
     assert result.status is OpStatus.OK
     world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     folder = world.folder

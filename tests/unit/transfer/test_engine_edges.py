@@ -1,4 +1,4 @@
-"""Edges between ops: when an op may start, and how a failure affects the ops that depend on it."""
+"""Tests of edges between ops: when an op may start, and how a failure affects the ops that depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forked child cannot use its parent's engine and pool. If the child drops them, the parent's are not affected."""
+"""A forked child cannot use its parent's engine and pool. If the child drops them, the parent can still use them."""
 
 from __future__ import annotations
 
