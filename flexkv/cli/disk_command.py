@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from flexkv.storage.folder import (
 )
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index_copy import pages_by_group
+from flexkv.storage.other_keys import last_written
 from flexkv.storage.weights_name import read_weights
 
 DAY_S = 86_400
@@ -138,7 +138,7 @@ def _entry(unit: Path, root: Path, pages: bool) -> dict[str, object]:
         "bytes": held_bytes(unit),
         "weights": (read_weights(unit) or (b"", 0))[0].hex(),
         "created": 0,
-        "last_used": _last_used(unit),
+        "last_used": int(last_written(unit)),
         "in_use": False,
         "damage": "",
     }
@@ -179,20 +179,6 @@ def _groups_text(groups: object) -> str:
         pages = f": {group['pages']} pages" if "pages" in group else ""
         texts.append(f"{group['rule']}{pages}")
     return "; ".join(texts)
-
-
-def _last_used(unit: Path) -> int:
-    """Returns when a file of the unit's folder was last written, in Unix seconds; 0 if this user may look at none of
-    the files.
-
-    Skips files that a running unit deletes meanwhile, such as its log, and files that this user may not look at.
-    """
-    last = 0.0
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-        for path in unit.iterdir():
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                last = max(last, path.lstat().st_mtime)
-    return int(last)
 
 
 def _age(when: object) -> str:

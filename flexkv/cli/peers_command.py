@@ -16,8 +16,9 @@ from flexkv.cli.tables import print_table
 from flexkv.config import load_config
 from flexkv.peers.card import MOST_CARD_BYTES, name_of
 from flexkv.peers.pool_reader import OUTCOMES
-from flexkv.peers.runtime_folder import is_same_user, read_cards, runtime_folder, socket_path
+from flexkv.peers.runtime_folder import read_cards, runtime_folder, socket_path
 from flexkv.peers.watch import ASK_STATUS, MOST_FILES
+from flexkv.same_user import is_same_user
 
 ANSWER_S = 5.0
 """Seconds that a unit may take to answer."""

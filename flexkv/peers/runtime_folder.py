@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import stat
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,9 +31,6 @@ MOST_UNITS = 256
 
 MOST_FACTS_BYTES = 64 << 10
 """The maximum length of a unit's file, in bytes. A longer file is not a unit's."""
-
-CREDENTIALS = struct.Struct("3i")
-"""The kernel's `struct ucred`: process, user and group."""
 
 
 def runtime_folder(setting: str | None) -> Path:
@@ -135,11 +130,3 @@ def remove_strays(folder: Path) -> None:
                 with suppress(OSError):
                     if entry.stat(follow_symlinks=False).st_mtime < latest_s:
                         os.unlink(entry)
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the same user as this one, according to the kernel."""
-    _, user, _ = CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    )
-    return bool(user == os.geteuid())

@@ -19,13 +19,13 @@ from flexkv.errors import ContractError, FlexKVError
 from flexkv.observe import NamedThread, get_logger
 from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card
 from flexkv.peers.runtime_folder import (
-    is_same_user,
     read_cards,
     remove_strays,
     remove_unit,
     socket_path,
     write_card,
 )
+from flexkv.same_user import is_same_user
 
 logger = get_logger(__name__)
 

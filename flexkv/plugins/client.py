@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from flexkv.errors import PluginCallError
-from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded, is_same_user
+from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded
+from flexkv.same_user import is_same_user
 
 CHUNK_BYTES = 1 << 16
 

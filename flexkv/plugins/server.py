@@ -17,7 +17,8 @@ from typing import Any
 from flexkv.errors import FlexKVError, PluginCallError
 from flexkv.observe import get_logger
 from flexkv.observe.named_thread import NamedThread
-from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, encoded, is_same_user
+from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, encoded
+from flexkv.same_user import is_same_user
 
 logger = get_logger(__name__)
 

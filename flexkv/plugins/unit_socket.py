@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import struct
 from typing import Any
 
 from flexkv.errors import PluginCallError
-
-PEER = struct.Struct("3i")
-"""Linux's `struct ucred`: process, user and group."""
 
 MOST_LINE_BYTES = 16 << 20
 """Size of the longest message, enough for a call with `MOST_TOKENS` tokens."""
@@ -29,12 +23,6 @@ def socket_name(unit: bytes) -> str:
     answers only processes of its own user.
     """
     return f"flexkv-unit-{unit.hex()}"
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end belongs to this process's user, according to the kernel."""
-    _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-    return bool(user == os.geteuid())
 
 
 def encoded(message: dict[str, Any]) -> bytes:

@@ -195,6 +195,12 @@ class TransferEngine(DataPlane):
         # The owners are freed after the lock is released, because their destructors may run arbitrary code.
         released.clear()
 
+    def _native_stream(self, stream: StreamLike | None) -> int | None:
+        """Returns the `cudaStream_t` of `stream`, or that of the current stream if `stream` is None."""
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        return optional_stream(stream)
+
     def submit(
         self,
         graph: TransferGraph,
@@ -202,26 +208,18 @@ class TransferEngine(DataPlane):
         gated: bool = False,
         after: c_ext.StreamPoint | None = None,
     ) -> Ticket | None:
-        if stream is None and self._current_stream is not None:
-            stream = self._current_stream()
-        ticket = self._native.submit(graph.ops, graph.edges, optional_stream(stream), gated, after)
+        ticket = self._native.submit(graph.ops, graph.edges, self._native_stream(stream), gated, after)
         return None if ticket is None else Ticket(ticket)
 
     def record(self, stream: StreamLike | None = None) -> c_ext.StreamPoint | None:
-        if stream is None and self._current_stream is not None:
-            stream = self._current_stream()
-        native = optional_stream(stream)
+        native = self._native_stream(stream)
         return None if native is None else self._native.record(native)
 
     def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
-        if stream is None and self._current_stream is not None:
-            stream = self._current_stream()
-        return self._native.order_after(ticket, deadline_s, optional_stream(stream))
+        return self._native.order_after(ticket, deadline_s, self._native_stream(stream))
 
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
-        if stream is None and self._current_stream is not None:
-            stream = self._current_stream()
-        self._native.open_layers(tickets, layers, optional_stream(stream))
+        self._native.open_layers(tickets, layers, self._native_stream(stream))
 
     def poll(self, max_results: int = 1024) -> list[OpResult]:
         if max_results < 1:
@@ -265,7 +263,7 @@ class TransferEngine(DataPlane):
     def wait_layer(
         self, ticket: Ticket, layer: int, deadline_s: float, stream: StreamLike | None = None
     ) -> LayerResult:
-        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, optional_stream(stream))
+        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, self._native_stream(stream))
         return LayerResult(in_time, {OpId(op_id): pages for op_id, pages in failed})
 
     def cancel(self, ticket: Ticket) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from flexkv.errors import ClosedError
 from flexkv.observe import get_logger
-from flexkv.plugins.unit_socket import is_same_user
+from flexkv.same_user import is_same_user
 
 logger = get_logger(__name__)
 
