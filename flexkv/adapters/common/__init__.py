@@ -1,2 +1,2 @@
-"""Code that all adapters share and that depends on no engine: a rank's lanes and ops, names of weights, and the
-encoding of plain values as bytes for keys."""
+"""Code that all adapters share and that depends on no engine: a rank's transfer lanes and operations, names of weights,
+and the encoding of plain values as bytes for keys."""

@@ -21,8 +21,8 @@ from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import KEY_BYTES, Keys
 
 MOST_STORED = 512
-"""Most pages per medium that one call of `take` announces besides those that are new since the last call. Announcing
-this many takes about a millisecond of the engine's step."""
+"""Largest number of pages per medium that one call of `take` announces in addition to those that are new since the last
+call. Announcing this many pages takes about a millisecond of the engine's step."""
 
 
 class Medium(enum.IntEnum):
@@ -67,7 +67,7 @@ class Record(Protocol):
 
 
 class Named(NamedTuple):
-    """An adapter's description of a page that a store writes.
+    """An adapter's description of a page that a store operation writes.
 
     Attributes:
         record: the description of the page in events.
@@ -88,7 +88,7 @@ class _Page:
         generation: generation of the page on disk; 0 if the page is not on disk.
         there: set of the media that hold the page.
         told: set of the media for which the page is announced to routers.
-        stores: number of unfinished stores that write the page.
+        stores: number of unfinished store operations that write the page.
         waits: set of the media in whose queues the page waits to be announced.
     """
 
@@ -131,8 +131,8 @@ class News:
 class Announcements(CacheListener):
     """Records which media hold which pages, and what has been announced. All calls must come from one thread.
 
-    A page is recorded when a store of it begins, even if the page turns out to be stored already. It is also recorded
-    when it is found in the book, which lists the pages that an earlier process left on disk.
+    A page is recorded when a store operation for it begins, even if the page turns out to be stored already. It is also
+    recorded when it is found in the event book, which lists the pages that an earlier process left on disk.
 
     Args:
         host: the tier in host memory.
@@ -151,8 +151,8 @@ class Announcements(CacheListener):
         """For each medium, the keys of pages to be announced, parents before their children. A page may have left the
         medium since it was queued."""
         self._new = dict.fromkeys(MEDIA, 0)
-        """Number of pages that this process's own stores and disk writes have added to each queue since the last
-        `take`."""
+        """Number of pages that this process's own store operations and disk writes have added to each queue since the
+        last `take`."""
         self._news = News()
         self._book: EventBook | None = None
 
@@ -162,7 +162,7 @@ class Announcements(CacheListener):
         leaves the disks.
 
         Args:
-            path: path of the file, beside the slabs on disk.
+            path: path of the file, in the folder of the slabs (the files that hold the pages).
             identity: identifies the meaning of packed records; see `EventBook`.
         """
         # The number of all recorded pages serves as the upper bound of the pages on disk. To count exactly, the book's
@@ -172,7 +172,7 @@ class Announcements(CacheListener):
     def _is_current(self, entry: Entry) -> bool:
         """Whether an entry's page is still on disk in the entry's generation. The book's thread calls this. The entry's
         `words` (its packed record) are not compared, because one page may have two descriptions: one with its tokens,
-        and one from a store that had only its hash.
+        and one from a store operation that had only the page's hash.
         """
         page = self._pages.get(entry.key)
         return (
@@ -191,7 +191,7 @@ class Announcements(CacheListener):
     # --- stores ---
 
     def begin_store(self, group: int, keys: Keys, named: Sequence[Named]) -> list[bytes]:
-        """Records the pages of a store. Must be called before any of them can become visible.
+        """Records the pages that a store operation writes. Must be called before any of them can become visible.
 
         Args:
             keys: keys of the pages that events can describe, one per entry of `named`.
@@ -205,8 +205,8 @@ class Announcements(CacheListener):
         return rows
 
     def note_present(self, group: int, keys: Keys) -> None:
-        """Records which of these pages are already in host memory or on disk. Called after a store of the pages has
-        begun."""
+        """Records which of these pages are already in host memory or on disk. Called after an operation has begun to
+        store the pages."""
         rows = [row.tobytes() for row in keys]
         for medium, tier in self._tiers:
             if rows and tier.in_use:
@@ -214,7 +214,7 @@ class Announcements(CacheListener):
                 self._appeared((key for key, is_there in zip(rows, there, strict=True) if is_there), medium)
 
     def end_store(self, rows: Iterable[bytes]) -> None:
-        """Records that a store has finished, so that no more of its pages will become visible.
+        """Records that a store operation has finished, so that no more of its pages will become visible.
 
         Args:
             rows: the value that `begin_store` returned.
@@ -244,8 +244,8 @@ class Announcements(CacheListener):
                 page.generation = generation
                 if page.lasts:
                     entries.append(page.entry(key))
-        # The pages must be recorded as on disk before `put`, because the book's thread leaves out all other pages when
-        # it rewrites the file.
+        # The pages must be recorded as on disk before `put`, because the book's thread leaves out all pages not so
+        # recorded when it rewrites the file.
         self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
             self._book.put(entries)
@@ -342,8 +342,8 @@ class Announcements(CacheListener):
         """Records those pages from the event book that are on disk or in host memory.
 
         If a page left the disk and was stored again before a crash, the disk index may still list the older page. That
-        page's slot may hold a different page by now. Even if it does not, the page would be served without being
-        announced. Therefore this method makes the disks forget the older page.
+        page's slot may hold a different page by now. Even if the slot still holds the older page, that page would be
+        served without being announced. Therefore this method makes the disks forget the older page.
         """
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
         generations = disk.generations(group, keys)
@@ -360,7 +360,7 @@ class Announcements(CacheListener):
             if page is None:
                 page = self._pages[each.key] = _Page(group, unpacked(each.words), lasts=True)
             elif not page.lasts:
-                # This process stores the page too, but with a record that does not last.
+                # This process stores the page too, but with a record that has no meaning in the next process.
                 page.record, page.lasts = unpacked(each.words), True
                 if is_on_disk and page.generation:  # this process wrote the page, but no entry for it
                     rewritten.append(page.entry(each.key))
@@ -376,9 +376,9 @@ class Announcements(CacheListener):
 
     def take(self, unpacked: Callable[[bytes], Record]) -> News:
         """Returns the announcements since the last call and marks them as announced. For each medium, one call
-        announces at most as many pages as are new in the medium plus MOST_STORED; the remaining pages wait for the next
-        call. The pages of a tier that goes out of use are announced as removed, and again as stored when the tier is
-        back in use.
+        announces at most MOST_STORED pages more than are new in the medium; the remaining pages wait for the next call.
+        The pages of a tier that goes out of use are announced as removed, and again as stored when the tier is back in
+        use.
 
         Args:
             unpacked: makes a record from the bytes of `Record.packed`, which an earlier process wrote.

@@ -1,5 +1,5 @@
-"""The event book: a file beside the pages on a unit's disks. It contains the description of each page in KV events, so
-that the next process can announce the pages that it finds on disk.
+"""The event book: a file beside the pages on a unit's disks. For each page, it contains the description that KV events
+carry, so that the next process can announce the pages that it finds on disk.
 
 A separate thread reads and writes the file. An entry describes a page, but does not prove that the page still exists,
 so the caller checks the disk index. If an entry is lost, the only consequence is that its page is not announced.
@@ -34,14 +34,15 @@ STORED, GONE = b"\x01", b"\x02"
 """First byte of a frame. After STORED, packed entries follow; after GONE, the keys of pages that left the disks."""
 
 FRAME_PAGES = 1024
-"""Most pages in a frame, and in a batch of found pages. Processing a batch takes about 0.4 ms of the engine's step."""
+"""Largest number of pages in a frame of the file, and in a batch of found pages. Processing a batch takes about 0.4 ms
+of the engine's step."""
 
 MAX_WAITING = 65_536
-"""Most records that may wait to be written; further records are dropped. A full queue takes about 13 MB at 16 tokens
-per block."""
+"""Largest number of records that may wait to be written; further records are dropped. A full queue takes about 13 MB at
+16 tokens per block."""
 
 MAX_FOUND = 4
-"""Most batches of found pages that may wait for the engine's thread to take them."""
+"""Largest number of batches of found pages that may wait for the engine's thread to take them."""
 
 SLACK_RECORDS = 16_384
 """Records (about 2 MB) that the file may have in addition to RECORDS_PER_PAGE for each page on disk. A file with more
@@ -96,8 +97,8 @@ class _Closing(Exception):
 
 
 class EventBook:
-    """The file and the thread that reads and writes it. The engine's thread calls the public methods. Only `close`
-    waits for the file.
+    """The event book's file, and the thread that reads and writes it. The engine's thread calls the public methods.
+    Only `close` waits for the file.
 
     Args:
         path: path of the file.
@@ -252,7 +253,7 @@ class EventBook:
             if frame.startswith(GONE):
                 gone |= dict.fromkeys(_keys_of(frame), frames)
             frames += 1
-        # The second pass stops where the first one did, because the frames after that are this process's own.
+        # The second pass stops where the first one did, because this process itself wrote the frames after that.
         for number, frame in itertools.islice(enumerate(self._paced(log.frames())), frames):
             if self._closing:
                 return
@@ -312,8 +313,8 @@ class EventBook:
                 if self._closing:
                     raise _Closing
                 for entry in () if frame.startswith(GONE) else _entries_of(frame):
-                    # An entry with an older generation is left out: it would be trusted if, after a crash, the index
-                    # still listed the older page.
+                    # An entry with an older generation is left out: after a crash, the index may still list the older
+                    # page, and the entry would then be trusted.
                     if entry.key not in kept and self._is_current(entry):
                         kept.add(entry.key)
                         yield STORED, entry.packed()

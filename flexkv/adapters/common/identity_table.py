@@ -1,4 +1,5 @@
-"""Tables of the engine settings that determine a block's KV. They also describe how each setting enters the key.
+"""Tables of the engine settings that determine a block's KV. They also describe how each setting enters the block's
+key.
 
 `docs/identity.md` shows these tables, and lists the settings that must not change a key, each with a reason. A test
 fails if an engine has a setting that is neither in the tables nor in that list.
@@ -13,12 +14,13 @@ from typing import Any
 from flexkv.adapters.common.model_identity import plain_config
 
 QUANTISED = ("fp8", "float8", "int8", "fp4", "mxfp")
-"""Parts of the names of dtypes of quantised KV. Engines also hold such KV as `uint8`."""
+"""KV is quantised if the name of its dtype contains one of these words. `int8` also matches `uint8`, in which engines
+may hold quantised KV."""
 
 
 def is_quantised(*dtypes: object) -> bool:
-    """Whether one of the names denotes a dtype of quantised KV. With quantised KV, attention backends do not only
-    differ in the order of summation: some quantise the queries too."""
+    """Whether one of the names denotes a dtype of quantised KV. With quantised KV, attention backends differ in more
+    than the order of summation: some also quantise the queries."""
     return any(part in str(dtype).lower() for dtype in dtypes for part in QUANTISED)
 
 

@@ -1,5 +1,5 @@
-"""Layerwise loads and stores of a step. The forward pass waits for each layer of a load just before it reads the layer.
-Each layer of a store is copied after the forward pass has written the layer.
+"""How a step's pages are loaded and stored layer by layer. The forward pass waits for each layer to be loaded just
+before it reads the layer. Each layer is stored after the forward pass has written it.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ class LayerLoads:
 
 
 class LayerStores:
-    """The gated stores of one step: stores whose layers are copied only after the forward pass has written them.
+    """The gated store operations of one step: each layer is copied only after the forward pass has written it.
 
     A layer is copied as soon as the forward pass has reported it and all layers before it. The remaining layers are
-    copied after the forward pass: all layers, if the forward pass reports none because it replays a CUDA graph.
+    copied after the forward pass. These are all layers if the forward pass reports none because it replays a CUDA
+    graph.
 
     Attributes:
         busy: whether stores of a step have begun and the step's forward pass has not finished.
@@ -110,7 +111,7 @@ class LayerStores:
         self._layers = 0
 
     def begin(self, graphs: Sequence[TransferGraph], layers: int) -> None:
-        """Submits the stores of the next forward pass.
+        """Submits the store operations of the next forward pass.
 
         Args:
             layers: number of layers of the KV.
@@ -124,7 +125,7 @@ class LayerStores:
 
     def written(self, layer: int) -> None:
         """Reports that all work that writes this layer's KV is enqueued. If all layers before it have been reported
-        too, the lanes may copy them."""
+        too, the lanes may copy this layer."""
         if not self._op_ids:
             return
         self._written.add(layer)

@@ -22,7 +22,7 @@ CONFIG_NAME = "adapter_config.json"
 different scale are a different adapter."""
 
 MOST_LINKS = 40
-"""Most symbolic links that are followed to reach one file; Linux has the same limit."""
+"""Largest number of symbolic links that are followed to reach one file; Linux has the same limit."""
 
 MOST_NAMED_BYTES = 128 << 20
 """Size of the largest adapter that is named by its content, in bytes. Reading it takes a tenth of a second, during
@@ -162,7 +162,7 @@ class LoraNames:
     def has_changed(self, path: str) -> bool:
         """Whether the content at a path has changed in any way since `name` was first called for it, or may have
         changed after the engine read it. Once true, this stays true, because the engine may still hold any content that
-        was ever at the path. Costs a few calls of stat.
+        was ever at the path. Costs a few calls of `stat`.
         """
         if path in self._changed:
             return True

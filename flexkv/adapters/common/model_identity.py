@@ -56,8 +56,8 @@ def has_long_rope(config: Mapping[str, Any]) -> bool:
 
 
 def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
-    """The set of rotary factors that an engine uses if it chooses once, according to the longest request that it
-    allows. None if the model's rotary embedding is not in `LONG_ROPE`.
+    """The set of rotary factors that an engine uses. The engine chooses the set once, according to the longest request
+    that it allows. None if the model's rotary embedding is not in `LONG_ROPE`.
 
     Args:
         longest: number of tokens of the longest request.

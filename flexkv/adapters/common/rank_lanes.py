@@ -72,7 +72,7 @@ def open_lanes(
         places: for each KV group, the position of this rank's blocks in a slot.
         stream_of: returns a stream for a CUDA device. Copies start after the work enqueued on that stream, unless
             `submit` is given a different point.
-        mover: the mover of the host lanes; None for the transfer engine's own.
+        mover: the object that copies the pages of host lanes; None for the transfer engine's own.
         gds_lane: the lane that `open_gds_lane` returned. The transfer engine takes ownership; if this function raises,
             it closes the lane.
 

@@ -1,4 +1,5 @@
-"""One rank's ops from their submission to their report: waiting for a queue entry, in flight, given up, or finished."""
+"""Tracks one rank's ops from their submission to their report. An op waits for a queue entry, is in flight, is given
+up, or has finished."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class RankOps:
         gds_refusal: why the transfer engine has no lane between the disks and the pool, although loads may have ops for
             it; empty otherwise.
         stripe_bytes: bytes per page that this rank moves, for each KV group; empty before the pool is registered.
-        stores: whether this rank stores. If False, another rank stores the same bytes, and stores end here at once with
-            status OK.
+        stores: whether this rank stores pages. If False, another rank stores the same bytes, and this rank's store ops
+            end at once with status OK.
         step: number of the last forward pass that the scheduler's side ordered.
         reports: collects the results of finished ops until they are reported.
     """
@@ -118,7 +119,7 @@ class RankOps:
         graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # The load was planned before this rank's report that it lacks the lane reached the scheduler's side. The
+            # The scheduler's side planned the load before it received this rank's report that the lane is missing. The
             # ops of a load do not depend on each other, so the ops for other lanes can still be submitted.
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
@@ -143,7 +144,7 @@ class RankOps:
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> None:
-        """Submits a store. If the lane's queue is full, the store is dropped and reported as cancelled.
+        """Submits a store operation. If the lane's queue is full, the operation is dropped and reported as cancelled.
 
         Args:
             urgent: whether a forward pass waits for the store to finish.
@@ -286,13 +287,13 @@ class RankOps:
                     mine.torn = set(range(mine.pages))
 
     def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
-        """Protects stores whose blocks a forward pass is about to write. If the pool is plain memory, waits until their
-        copies have finished; on a device, makes the engine's stream wait for the copies. Pages for which this does not
-        succeed within `wait_s` seconds count as torn: the copy may have read what the forward pass wrote.
+        """Protects store operations whose blocks a forward pass is about to write. If the pool is plain memory, waits
+        until their copies have finished; on a device, makes the engine's stream wait for the copies. Pages for which
+        this does not succeed within `wait_s` seconds count as torn: the copy may have read what the forward pass wrote.
 
         Args:
             reused: op -> positions in the op of the blocks that will be written.
-            wait_s: most seconds to wait, for all ops together.
+            wait_s: largest number of seconds to wait, for all ops together.
         """
         self.poll()
         ends_s = time.monotonic() + wait_s

@@ -14,8 +14,8 @@ from flexkv.weights.fingerprint import sampled_identity
 COMMIT_PREFIX = "commit:"
 HUB_PREFIX = "hub:"
 NO_COMMIT = "default"
-"""Placeholder for the commit of weights besides the model's (such as a draft model's) that are given by a hub name. If
-the engine has no argument for their commit, nothing identifies these weights permanently."""
+"""Placeholder for the commit of additional weights, such as a draft model's, that are given by a hub name. If the
+engine has no argument for their commit, nothing identifies these weights permanently."""
 
 BLOBS = "blobs"
 """Name of the folders of the hub's cache that hold the files themselves; a commit's folder has links to the files."""
