@@ -1,5 +1,5 @@
-// What the ops of one KV group move on one rank: blocks in the rank's view of the inference engine's pool,
-// and the rank's stripe in the slots of the host pool.
+// The memory that the ops of one KV group copy from and to on one rank: the blocks in the rank's view of the
+// inference engine's pool, and the rank's stripe (its part of a slot) in the slots of the host pool.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace flexkv {
 
-// The digest offset of a rank whose slots have no run digests. Its pages are not verified.
+// The digest offset if a rank's slots have no run digests. The pages of such a rank are not verified.
 inline constexpr int64_t kNoDigests = -1;
 
 // An attached view does not change after construction. An op keeps a reference to its view, and so to the
@@ -21,9 +21,9 @@ inline constexpr int64_t kNoDigests = -1;
 class AttachedView {
  public:
   // `stripe_offset`: offset of the rank's stripe in a slot, a multiple of 4 KiB. `digest_offset`: offset of
-  // the rank's run digests in a slot, a multiple of 8, or kNoDigests; there are 8 bytes for each of
-  // view.runs(). Throws GeometryError if an offset is invalid, stripe or digests do not fit in a slot, or
-  // they overlap.
+  // the rank's run digests in a slot, a multiple of 8, or kNoDigests; each of view.runs() has a digest of 8
+  // bytes. Throws GeometryError if an offset is invalid, if the stripe or the digests do not fit in a slot,
+  // or if they overlap.
   AttachedView(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                int64_t stripe_offset, int64_t digest_offset);
 
@@ -32,8 +32,9 @@ class AttachedView {
   const HostPool& pool() const { return *pool_; }
   // Unit: bytes. The size of layers [lo, hi) in the rank's stripe of one page.
   int64_t layer_bytes(int32_t lo, int32_t hi) const;
-  // The first layer of each range of layers in which a page is moved, ascending from 0. A range has at most
-  // kSubBatchBytes, or a single layer that is larger.
+  // A page is moved in ranges of layers. Returns the first layer of each range, in ascending order; the first
+  // entry is 0. A range has at most kSubBatchBytes bytes of a page, unless it is a single layer that is
+  // larger.
   const std::vector<int32_t>& ranges() const { return ranges_; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }
@@ -42,7 +43,7 @@ class AttachedView {
   uint64_t* digests(int32_t slot) const {
     return reinterpret_cast<uint64_t*>(pool_->slot_address(slot) + digest_offset_);
   }
-  // The numbers of one layer's runs in view().runs().
+  // The indices in view().runs() of one layer's runs.
   const std::vector<size_t>& runs_of(int32_t layer) const { return layer_runs_[static_cast<size_t>(layer)]; }
   // The segments that a copy of layers [lo, hi) loops over. Adjacent segments are merged if [lo, hi) is all
   // layers, one of ranges() or a single layer; otherwise they are merged only within each layer.
@@ -54,8 +55,9 @@ class AttachedView {
   std::shared_ptr<HostPool> pool_;
   int64_t stripe_offset_;
   int64_t digest_offset_;
-  std::vector<Segment> by_layer_;    // segments of layer 0, then of layer 1, and so on
-  std::vector<size_t> layer_begin_;  // per layer: index of its first segment in by_layer_; then the size
+  std::vector<Segment> by_layer_;  // segments of layer 0, then of layer 1, and so on
+  // Per layer: index of its first segment in by_layer_; the last entry is by_layer_'s size.
+  std::vector<size_t> layer_begin_;
   std::vector<int64_t> layer_bytes_;
   std::vector<int32_t> ranges_;
   std::vector<std::vector<Segment>> by_range_;  // segments of each range; empty if there is only one range

@@ -19,7 +19,7 @@
 namespace flexkv {
 namespace {
 
-// The job of one caller, whose shares the crew's threads take.
+// One caller's job. The crew's threads take its shares and work on them.
 struct Post {
   DigestJob job;
   bool taken = false;  // whether a caller uses this object
@@ -40,7 +40,7 @@ struct DigestCrew::Shared {
   void digest(Post& post, size_t share) const;
   std::vector<std::thread> end();
 
-  size_t most = 0;  // how many threads the crew may have
+  size_t most = 0;  // maximum number of the crew's threads
   OnShare on_share;
 
   std::mutex mutex;  // never held while bytes are digested
@@ -50,8 +50,8 @@ struct DigestCrew::Shared {
   bool ending = false;
 };
 
-// Returns a job with shares that no thread has taken, or null. Prefers checks, because loads and the thread
-// that enqueues all copies wait for them. Precondition: the caller holds the lock.
+// Returns a job that has shares which no thread has taken, or null if there is none. Prefers checks, because
+// loads and the thread that enqueues all copies wait for them. Precondition: the caller holds the lock.
 Post* DigestCrew::Shared::open_post() {
   const auto found =
       std::find_if(posts.begin(), posts.end(), [](const Post& post) { return post.next < post.shares; });
@@ -79,8 +79,8 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Starts the crew's threads that do not run yet. If the system refuses a thread, this function returns, and
-// the next job tries again. Precondition: the caller holds the lock.
+// Starts the crew's threads that do not run yet. If the system refuses to start a thread, this function
+// returns, and the next job tries again to start it. Precondition: the caller holds the lock.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {
     while (!shared->ending && shared->threads.size() < shared->most) {
@@ -88,7 +88,7 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // The error is ignored. Threads that have started still help; without any, the caller works alone.
+    // The error is ignored. Threads that have started still help; if there are none, the caller works alone.
   }
 }
 
@@ -135,8 +135,8 @@ bool DigestCrew::Shared::run(const std::shared_ptr<Shared>& shared, DigestWork w
   return true;
 }
 
-// Makes the threads return after their current shares, and passes them to the caller, which joins or detaches
-// them. Precondition: the caller does not hold the lock.
+// Makes the threads return after their current shares. Returns the threads, so that the caller can join or
+// detach them. Precondition: the caller does not hold the lock.
 std::vector<std::thread> DigestCrew::Shared::end() {
   const std::lock_guard lock(mutex);
   ending = true;

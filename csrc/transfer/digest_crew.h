@@ -14,9 +14,9 @@ namespace flexkv {
 inline constexpr int32_t kMostDigestThreads = 16;
 inline constexpr int32_t kUsualDigestThreads = 4;
 
-// The calling thread computes digests, too. If the crew's threads are busy or could not be started, the
-// calling thread does more of the work itself. The threads are started by the first call that has enough work
-// for two threads.
+// Threads that help a caller to compute and check digests. The calling thread computes digests, too. If the
+// crew's threads are busy or could not be started, the calling thread does more of the work itself. The first
+// call that has enough work for two threads starts the crew's threads.
 class DigestCrew {
  public:
   using OnShare = std::function<void(DigestWork)>;
@@ -40,9 +40,11 @@ class DigestCrew {
   // Does what write_digests_of_stripe() does for each slot. Precondition: no slot occurs twice in `slots`.
   void write(const AttachedView& view, std::span<const int32_t> slots, int32_t lo, int32_t hi) noexcept;
 
-  // Makes the threads return after their current shares, and joins them. Later callers work alone.
+  // Makes the threads return after their current shares, and joins them. Callers of check() and write() then
+  // work alone.
   void join();
-  // Makes the threads return after their current shares, without waiting. They own everything they use.
+  // Makes the threads return after their current shares, but does not wait for them. The threads keep all
+  // memory that they use alive, so the crew may be destroyed before they return.
   void abandon();
 
  private:

@@ -26,8 +26,8 @@ void DigestJob::plan(DigestWork work, const AttachedView& view, std::span<const 
   for (int32_t layer = lo; layer < hi; ++layer) {
     runs_.insert(runs_.end(), view.runs_of(layer).begin(), view.runs_of(layer).end());
   }
-  // A run is cut only if it has at least two shares. The remainder at the run's end is added to the last
-  // portion, so that no portion is small.
+  // A run is cut into parts only if it is at least as long as two shares. The remainder at the run's end is
+  // added to the last portion, so that no portion is small.
   const auto is_cut = [&](size_t at) { return bytes_of(at) >= 2 * kDigestShareBytes; };
   int64_t page_bytes = 0;
   for (size_t at = 0; at < runs_.size();) {
@@ -93,7 +93,7 @@ void DigestJob::finish(std::span<MoveResult> results) const {
   }
 }
 
-// Combines the results of all portions of a page. It goes in the order of the runs, so that the result
+// Combines the results of all portions of a page. The runs are processed in their order, so that the result
 // reports the first bad run, whichever thread finished first.
 MoveResult DigestJob::finish_page(int32_t slot, const uint64_t* found) const {
   for (size_t i = 0; i < portions_.size();) {

@@ -14,12 +14,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How long the destructor waits for work items in flight. An item of 8 MiB takes about
+// Unit: seconds. How long the destructor waits for work items in flight. Copying an item of 8 MiB takes about
 // a millisecond.
 constexpr double kDestructorWaitS = 2.0;
-// Unit: threads. More threads would only contend for memory bandwidth.
+// Unit: threads. The maximum of `copy_threads`. More threads would only contend for memory bandwidth.
 constexpr int32_t kMostCopyThreads = 64;
-// Unit: ops. The limit keeps the memory of one (kind, priority) queue at some tens of MiB.
+// Unit: ops. The maximum of `queue_ops`. The limit keeps the memory of one (kind, priority) queue at some
+// tens of MiB.
 constexpr int32_t kMostQueueOps = 1 << 20;
 
 EngineOptions checked(const EngineOptions& options) {
@@ -33,8 +34,8 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
-// Claims all lanes. Throws ContractError, and claims none, if one of them already belongs to a transfer
-// engine.
+// Marks all lanes as belonging to this transfer engine. If one of them already belongs to an engine, throws
+// ContractError and marks none.
 void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   for (size_t i = 0; i < lanes.size(); ++i) {
     if (lanes[i]->claim()) continue;
@@ -85,7 +86,8 @@ TransferEngine::~TransferEngine() {
   }
   if (close(kDestructorWaitS)) return;
   for (const auto& lane : lanes_) lane->abandon();
-  if (watchdog_.joinable()) watchdog_.join();  // does not block: neither of these threads waits for a lane
+  // Does not block: neither the watchdog nor the slot watch waits for a lane.
+  if (watchdog_.joinable()) watchdog_.join();
   if (slot_watch_.joinable()) slot_watch_.join();
 }
 

@@ -22,13 +22,14 @@ namespace flexkv {
 
 struct EngineOptions {
   int32_t queue_ops = 1024;  // queue entries per (kind, priority); an op takes one until its result is polled
-  int32_t copy_threads = 1;  // number of threads for host copies, shared by both directions
-  double op_stuck_s = 30.0;  // a work item is stuck after this long without progress; <= 0: never
+  int32_t copy_threads = 1;  // threads for host copies (H2D and D2H together)
+  // A work item without progress for this long counts as stuck; <= 0: items never count as stuck.
+  double op_stuck_s = 30.0;
 };
 
-// All methods may be called from any thread of the process that made the engine. A forked child does not have
-// the engine's threads, so the methods throw ClosedError there. But released_views(), close() and the
-// destructor throw nothing and do nothing in a forked child.
+// The transfer engine of one process. All methods may be called from any thread of the process that made the
+// engine. A forked child does not have the engine's threads, so most methods throw ClosedError there. Only
+// released_views(), close() and the destructor do not throw in a forked child; they do nothing.
 class TransferEngine {
  public:
   // Makes an engine with the given lanes and a lane for host copies, which uses `mover`. The lane for host
@@ -50,18 +51,19 @@ class TransferEngine {
   // group already has a view, and ClosedError if the pool is closed.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
-  // Detaches the group's view, which ops in flight continue to use. Returns a number for the detached view,
-  // which released_views() returns later. Throws ContractError if the group has no view.
+  // Detaches the group's view, which ops in flight continue to use. Returns a number that identifies the
+  // detached view. released_views() returns the number once no op uses the view any more. Throws
+  // ContractError if the group has no view.
   int64_t detach_view(int32_t group);
-  // Returns the numbers of detached views that no op uses any more, so that their memory may be freed.
-  // Returns each number once.
+  // Returns the numbers of those detached views that no op uses any more. The caller may free the views'
+  // memory. Each number is returned once.
   std::vector<int64_t> released_views();
 
-  // Queues the complete graph and returns its ticket. If a queue is full (BUSY), queues no op of the graph
-  // and returns nullopt. Never blocks. `stream`: the inference engine's stream, required for lanes with
-  // streams and refused for lanes without. Copies start after the work enqueued on `stream` so far. The
-  // copies of a gated graph start after the work that is enqueued on the stream of open_layers() when that is
-  // called.
+  // Queues the complete graph and returns its ticket. If a queue is full (BUSY), returns nullopt and queues
+  // no op of the graph. Never blocks. `stream`: the inference engine's stream, required if the lanes have
+  // streams, and refused if they have none. Copies start after the work enqueued on `stream` so far. A gated
+  // graph is different: its copies start after the work that was enqueued on the stream of open_layers() at
+  // the call of open_layers().
   //
   // Throws before anything is queued: BlockRangeError for an invalid block, slot or place; ContractError for
   // an invalid group, kind, edge, length or stream, or a target (the block, slot or place to be written) that
@@ -76,31 +78,33 @@ class TransferEngine {
   bool wait(int64_t ticket, double deadline_s);
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
   // Makes `stream` wait for the copies of a layer. Returns when the copies are enqueued, which may be before
-  // they have finished. If pages failed, the result lists them, and `stream` does not wait. Throws
-  // ContractError if the engine's lanes have no streams, or if `stream` is being captured into a graph.
+  // they have finished. If pages of the layer failed, the result lists them, and `stream` does not wait.
+  // Throws ContractError if the engine's lanes have no streams, or if `stream` is being captured into a CUDA
+  // graph.
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   struct Ordered {
     bool in_time = false;
-    // Whether the stores' reads wait behind a forward pass that still runs. If so, calling again is pointless
-    // until the inference engine's stream has made progress. Always false with a deadline of 0. May be true
-    // even if `in_time` is true.
+    // Whether the store ops still have to read blocks, but wait behind a forward pass that is still running.
+    // If so, calling again is pointless until the inference engine's stream has made progress. Always false
+    // with a deadline of 0. May be true even if `in_time` is true.
     bool behind_forward = false;
     explicit operator bool() const { return in_time; }
   };
-  // Makes `stream` wait for the graph's stores: work that is enqueued on it after this call starts after the
-  // stores have read the inference engine's blocks. Returns when these reads are enqueued, which may be
-  // before they have finished. For lanes without streams, callers give no `stream`, and this returns when the
-  // reads have finished.
+  // Makes `stream` wait for the graph's store ops: work that is enqueued on `stream` after this call starts
+  // only after the store ops have read the inference engine's blocks. Returns when these reads are enqueued,
+  // which may be before they have finished. For lanes without streams, callers give no `stream`, and
+  // order_after() returns when the reads have finished.
   //
   // `in_time` is false if the deadline passed; `stream` then does not wait. It is false at once if a store to
   // disk waits behind a forward pass that still runs, because the disk's reads cannot be enqueued on a
   // stream. Throws ContractError if the ticket was never returned, if `stream` is missing or refused as in
-  // submit(), or if it is being captured into a graph.
+  // submit(), or if `stream` is being captured into a CUDA graph.
   Ordered order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
-  // Records a point after all work enqueued on `stream` so far. A graph that is submitted later can have it
-  // as its fence. Throws ContractError if the engine's lanes have no streams.
+  // Records a point after all work enqueued on `stream` so far. A graph that is submitted later can use the
+  // returned event as its fence: its copies then start after that work. Throws ContractError if the engine's
+  // lanes have no streams.
   std::shared_ptr<StreamEvent> record(StreamId stream);
-  // Lets the gated graphs with these tickets copy layers [0, layers). The copies start after the work
+  // Allows the gated graphs with these tickets to copy layers [0, layers). The copies start after the work
   // enqueued on `stream` so far, which writes these layers. Calling it again for the same layers has no
   // effect. Throws ContractError if a ticket was never returned, or if `stream` is missing or refused as in
   // submit(); throws BlockRangeError if a graph has fewer layers.
@@ -110,8 +114,9 @@ class TransferEngine {
   std::vector<LaneState> lanes() const;
 
   // Cancels queued pages and waits for pages in flight. Returns true if nothing moves any more and the
-  // threads have finished. Returns false if some bytes still move at the deadline: their memory must stay
-  // mapped, and the caller must call again. Results can still be polled afterwards.
+  // threads have finished. Returns false if some bytes are still being moved at the deadline: the memory that
+  // these copies use must stay mapped, and the caller must call close() again. Results can still be polled
+  // afterwards.
   bool close(double deadline_s);
 
  private:
@@ -126,10 +131,11 @@ class TransferEngine {
   KindSet kinds_ = 0;
   const double op_stuck_s_;
   const pid_t home_;      // the process that made the engine and has its threads
-  std::mutex lifecycle_;  // guards the start and the end of threads: the members from here to `ended_`
+  std::mutex lifecycle_;  // held while threads are started or ended; guards the members from here to `ended_`
   std::vector<bool> started_;
   std::thread watchdog_;
-  std::thread slot_watch_;  // started when a load first waits for reads of another transfer engine
+  // Started when a load first has to wait for another transfer engine that reads its slots from disk.
+  std::thread slot_watch_;
   bool ended_ = false;
   mutable std::mutex views_mutex_;
   std::map<int32_t, std::shared_ptr<const AttachedView>> views_;

@@ -20,9 +20,9 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
                         ": allowed are [" + std::to_string(low) + ", " + std::to_string(high) + ")" + note);
 }
 
-// Returns the ids of the blocks, slots or places that the op overwrites, and the word that messages use for
-// such an id. The pointer to the ids is null if the kind is invalid. No id may occur twice in an op, because
-// two threads could copy to the same bytes.
+// Returns the ids of the blocks, slots or places that the op overwrites, and the word that error messages use
+// for such an id ("block", "slot" or "place"). The pointer to the ids is null if the kind is invalid. No id
+// may occur twice in an op, because two threads could copy to the same bytes.
 std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
   if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
@@ -34,7 +34,7 @@ std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
 
 // Throws ContractError if an id occurs twice. Precondition: no id is negative.
 void check_distinct(const std::vector<int32_t>& ids, const char* what, const OpSpec& op, size_t position) {
-  // In most ops the ids are ascending, so that no table is needed.
+  // In most ops the ids are in ascending order. Then none occurs twice, and no table is needed.
   if (std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end()) return;
   const auto [low, high] = std::minmax_element(ids.begin(), ids.end());
   std::vector<bool> seen(static_cast<size_t>(*high - *low) + 1);

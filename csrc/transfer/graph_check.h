@@ -13,12 +13,12 @@ namespace flexkv {
 // Returns the text that identifies an op in an error message: its id and its position in the graph.
 std::string name_of(const OpSpec& op, size_t position);
 
-// Checks an op. Returns the sizes from the lane's check(). If the view gives the sizes, does not call check()
-// and returns default sizes. `view`: the view of the op's group; null if no view is attached or the kind has
-// no device side. `lane`: the lane that serves the kind; null if the transfer engine has none. `kinds`: the
-// kinds that the engine's lanes serve. Throws ContractError for an invalid kind, priority, group or length,
-// or if a target occurs twice; BlockRangeError for an invalid block or slot; ClosedError if the host pool is
-// closed; and what the lane's check() throws.
+// Checks an op. Returns the sizes from the lane's check(). If the sizes follow from the view, does not call
+// check() and returns default sizes. `view`: the view of the op's group; null if no view is attached or the
+// kind has no device side. `lane`: the lane that serves the kind; null if the transfer engine has none.
+// `kinds`: the kinds that the engine's lanes serve. Throws ContractError for an invalid kind, priority, group
+// or length, or if a target occurs twice; BlockRangeError for an invalid block or slot; ClosedError if the
+// host pool is closed; and what the lane's check() throws.
 PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, const Lane* lane,
                    KindSet kinds);
 

@@ -9,20 +9,21 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Shorter runs are copied with memcpy: streaming stores are no faster for them, because
-// alignment and fence cost too much.
+// Unit: bytes. Shorter runs are copied with memcpy: streaming (non-temporal) stores are no faster for short
+// runs, because aligning the destination and the fence take too long.
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at a line.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. stream_pair() copies this many bytes (eight vector registers) of one run, then as many of the
-// other run.
+// Unit: bytes. stream_pair() copies two runs in alternation: this many bytes (eight vector registers) of one
+// run, then as many of the other run.
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Among the distances from 256 to 4,096, this was the
 // best on a Zen 3 core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB
 // memory pages, where the hardware prefetcher has not yet detected the access pattern.
 constexpr size_t kPrefetchBytes = 512;
 
-// The remainder of a run that is being copied. `next`: the run that will be read after it; may be null.
+// The remainder of a run that is being copied. `next`: the source of the run that will be copied after it;
+// may be null.
 struct Stream {
   std::byte* dst;
   const std::byte* src;
@@ -44,8 +45,8 @@ void align(Stream& s) {
   advance(s, head);
 }
 
-// Copies kStepBytes with streaming stores, which neither read the destination's cache lines nor evict other
-// lines from the caches.
+// Copies kStepBytes with streaming (non-temporal) stores, which neither read the destination's cache lines
+// nor evict other lines from the caches.
 __attribute__((target("avx2"), always_inline)) inline void step(Stream& s) {
   constexpr size_t kRegisters = kStepBytes / sizeof(__m256i);
   // A prefetch past the end of the run is harmless, because prefetches never fault.
@@ -66,9 +67,10 @@ __attribute__((target("avx2"))) void finish(Stream& s) {
   std::memcpy(s.dst, s.src, s.bytes);
 }
 
-// Copies two runs in alternation, because two source streams hide more latency than one: runs of 4 KiB are
-// copied at 13 GB/s instead of 10. Four streams are slower than one, because their stores no longer combine.
-// The caller must issue the fence.
+// Copies two runs in alternation, because reading from two sources hides more memory latency than reading
+// from one: runs of 4 KiB are copied at 13 GB/s instead of 10. Copying four runs at once is slower than
+// copying one, because their stores are then no longer combined into full lines. The caller must issue a
+// store fence afterwards.
 __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   align(a);
   align(b);

@@ -34,7 +34,7 @@ void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMo
 
 void HostLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   while (running_.size() <
-         static_cast<size_t>(threads_)) {  // if an earlier call threw, starts only the missing threads
+         static_cast<size_t>(threads_)) {  // if an earlier call threw, only the missing threads are started
     running_.emplace_back([source, mover = mover_, lane] { run(source, mover, lane); });
     pthread_setname_np(running_.back().native_handle(), "flexkv-copy");
   }

@@ -1,5 +1,5 @@
-// The lane for H2D and D2H ops if the inference engine's pool is in ordinary host memory. Threads of this
-// process copy the pages.
+// The lane for H2D and D2H ops if the inference engine's pool is in ordinary host memory. Its threads, in
+// this process, copy the pages.
 #pragma once
 #include <memory>
 #include <thread>
@@ -11,8 +11,8 @@ namespace flexkv {
 
 class HostLane : public Lane {
  public:
-  // `threads`: the number of threads, which both directions share; loads go before stores. Separate threads
-  // for each direction would only take more CPU cores from the inference engine.
+  // `threads`: the number of threads. They copy in both directions, and loads go before stores. Separate
+  // threads for each direction would only take more CPU cores from the inference engine.
   HostLane(std::shared_ptr<PageMover> mover, int32_t threads) : mover_(std::move(mover)), threads_(threads) {}
   ~HostLane() override { abandon(); }
 

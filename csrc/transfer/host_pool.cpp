@@ -19,8 +19,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a wait on an attached pool checks whether the process that made the pool still
-// runs.
+// Unit: seconds. A wait on an attached pool checks at this interval whether the process that made the pool
+// still runs.
 constexpr double kCreatorLookS = 0.25;
 
 void require_memory(const PoolOptions& options, int64_t bytes, const std::string& what) {
@@ -45,7 +45,8 @@ PoolToken random_token() {
   return token;
 }
 
-// The pools that this process made, by token, so that attach() in the same process returns the pool itself.
+// The pools that this process made, each under its token. With this table, attach() in the same process can
+// return the pool itself.
 std::mutex registry_mutex;
 std::map<PoolToken, std::weak_ptr<HostPool>>& registry() {
   // The map is never destroyed, so that it outlives all pools.

@@ -33,7 +33,8 @@ inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 struct PoolOptions {
   bool shared = false;
   bool huge_pages = true;
-  int32_t numa_node = kAnyNode;  // preferred node; memory may come from others: see numa_node.h
+  // The preferred NUMA node; memory may still come from other nodes: see numa_node.h.
+  int32_t numa_node = kAnyNode;
   std::function<MemoryLimit()> memory = machine_memory_limit;  // returns how much memory is available
 };
 
@@ -42,12 +43,12 @@ struct ExtentReport {
   int64_t index = 0;
   int64_t bytes = 0;
   // The kind of its memory pages: "huge", "mixed", "4k" or "hugetlb". "pending" until the extent is up.
-  // "attached" in a process that did not make the pool, which does not know the kind.
+  // "attached" in a process that did not make the pool, because only the process that made it knows the kind.
   std::string pages_kind;
   int64_t huge_bytes = 0;        // number of bytes on huge pages
   double bring_up_s = 0;         // how many seconds bring-up took
   bool registered = false;       // whether all of the extent is registered with the device
-  int32_t numa_node = kAnyNode;  // node of its first memory page
+  int32_t numa_node = kAnyNode;  // NUMA node of the extent's first memory page
 };
 
 // What another process needs to map a shared pool.
@@ -65,10 +66,10 @@ class HostPool {
   // invalid NUMA node, and CapacityError if the pool and kHeadroomBytes do not fit into the memory that is
   // available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
-  // Returns the pool itself in the process that made it; in other processes maps it and returns a new object.
-  // Throws ClosedError if the pool is closed or the address now refers to a different process or file,
-  // GeometryError if the pool has a different geometry than the address, and CapacityError if it cannot be
-  // mapped.
+  // In the process that made the pool, returns the pool itself. In other processes, maps the pool and returns
+  // a new object. Throws ClosedError if the pool is closed or the address now refers to a different process
+  // or file, GeometryError if the pool has a different geometry than the address, and CapacityError if it
+  // cannot be mapped.
   static std::shared_ptr<HostPool> attach(const PoolAddress& address);
   ~HostPool();
   HostPool(const HostPool&) = delete;
@@ -84,43 +85,45 @@ class HostPool {
 
   // The number of slots that are up: slots [0, ready_slots()) have their memory.
   int64_t ready_slots() const;
-  // Waits until `slots` slots are up. Returns false if the deadline passes first; returns false at once if
-  // bring-up has finished with fewer slots or the pool is closed.
+  // Waits until `slots` slots are up. Returns false if the deadline passes first. Returns false at once if
+  // bring-up has finished with fewer slots, or if the pool is closed.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will come up: bring-up has failed, or the process that made the pool has exited or has
-  // closed the pool. Empty while more slots may come up, and when all are up.
+  // Says why no more slots will come up: bring-up has failed, or the process that made the pool has exited or
+  // has closed the pool. Returns an empty text while more slots may come up, and when all slots are up.
   std::string stopped_reason() const;
   // Whether bring-up has finished, with or without success.
   bool settled() const;
   // Whether the process that made an attached pool has exited or has closed the pool. The memory stays valid.
   bool creator_gone() const;
 
-  // Registers the memory with a device through `registrar`, in the background, as slots come up. It registers
-  // pieces of at most kPinPieceBytes, or of one slot if that is larger. Only a process whose device copies
-  // pages needs this. Only the first call per pool has an effect.
+  // Registers the memory with a device through `registrar`, in the background, as slots come up. Each piece
+  // that is registered has at most kPinPieceBytes bytes, or one slot if a slot is larger. Only a process
+  // whose device copies pages needs to call this. Only the first call per pool has an effect.
   void pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries = {});
-  // The number of slots for which registration was tried, from slot 0 on; 0 before pin().
+  // The number of slots for which registration has been tried, beginning with slot 0; 0 before pin().
   int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
-  // Whether the memory of this slot is registered with the device. Kernels may access only registered slots.
+  // Whether the memory of this slot is registered with the device. GPU kernels may access only registered
+  // slots.
   bool registered(int64_t slot) const { return piece_registered(pieces_.piece_of(slot)); }
   // The pieces in which slots are registered. No single copy may cross the border of two pieces.
   const PinPieces& pieces() const { return pieces_; }
-  // Says which slots could not be registered in any try, and why; empty if all could. Kernels cannot access
-  // such slots, but the device's copy engine can.
+  // Says which slots could not be registered in any try, and why. Returns an empty text if there are none.
+  // GPU kernels cannot access such slots, but the device's copy engine can.
   std::string registration_error() const;
 
   // Returns the address of a slot. Throws BlockRangeError if it is not in [0, ready_slots()), and ClosedError
   // if the pool is closed or this is a forked child.
   std::byte* slot(int64_t slot) const;
-  // slot() without checks, for movers: the transfer engine has checked the slot at submit.
+  // Does what slot() does, but without its checks. Movers call it: the transfer engine has checked the slot
+  // in submit().
   std::byte* slot_address(int64_t slot) const {
     const int64_t extent = table_.extent_of(slot);
     return slots_base_ + table_.offset_of(extent) +
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
-  // For each slot, the last read from disk into it and the read's progress. All processes that map the pool
-  // share these records.
+  // For each slot, a record of the last read from disk into the slot, with the read's progress. All processes
+  // that map the pool share these records.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
@@ -152,8 +155,8 @@ class HostPool {
   }
 
   bool forked() const;
-  // Throws ClosedError in a forked child. A lock that a thread of the parent held during the fork is never
-  // released there.
+  // Throws ClosedError in a forked child. If a thread of the parent held a lock during the fork, that lock is
+  // never released in the child.
   void require_home(const char* what) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 
@@ -166,8 +169,9 @@ class HostPool {
   const int32_t numa_node_;
   const std::function<MemoryLimit()> memory_;
   ProcessWatch creator_;
-  std::unique_ptr<PoolHeader> own_header_;              // the header of a private pool; null if shared
-  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;  // slot arrivals of a private pool; null if shared
+  std::unique_ptr<PoolHeader> own_header_;  // the header of a private pool; null if shared
+  // Records of slot_arrivals() in a private pool; null if shared.
+  std::unique_ptr<SlotArrivals::Word[]> own_arrivals_;
   PoolHeader* header_ = nullptr;
   SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;

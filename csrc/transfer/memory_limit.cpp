@@ -10,8 +10,8 @@
 namespace flexkv {
 namespace {
 
-// Returns the number after `name`, without converting its unit, in a line such as "Name: 123 kB" or "name
-// 123".
+// Returns the number that follows `name` in a line such as "Name: 123 kB" or "name 123". Does not convert its
+// unit.
 std::optional<int64_t> field(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   std::string line;
@@ -33,7 +33,7 @@ std::optional<int64_t> number(const std::string& path) {
   return std::nullopt;  // the file does not exist, or its content is "max"
 }
 
-// Whether the comma-separated list contains `wanted`.
+// Whether the comma-separated `list` has the entry `wanted`.
 bool names(const std::string& list, const std::string& wanted) {
   std::istringstream items(list);
   std::string item;
@@ -70,7 +70,7 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
   MemoryLimit limit{*mem_available_kib * 1024, "MemAvailable"};
   std::ifstream groups(proc_root + "/self/cgroup");
   std::string line;
-  while (std::getline(groups, line)) {  // "hierarchy:controllers:path"
+  while (std::getline(groups, line)) {  // a line has the form "hierarchy:controllers:path"
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
@@ -78,7 +78,7 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
       apply_groups(limit, cgroup_root, path, "memory.max", "memory.current", "inactive_file");
-      // memory.high counts as a limit, because above it the kernel slows every allocation of the group down.
+      // memory.high counts as a limit, because above it the kernel slows down every allocation in the group.
       apply_groups(limit, cgroup_root, path, "memory.high", "memory.current", "inactive_file");
     } else if (names(controllers, "memory")) {
       apply_groups(limit, cgroup_root + "/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",

@@ -11,7 +11,7 @@ namespace flexkv {
 
 std::string prefer_node(void* base, int64_t bytes, int32_t node) {
   const uint64_t mask = uint64_t{1} << node;
-  // The kernel reads one bit fewer than the number passed to it, so this passes one more.
+  // The kernel reads one bit fewer than the number that is passed to it, so this call passes kMostNodes + 1.
   if (syscall(SYS_mbind, base, static_cast<size_t>(bytes), MPOL_PREFERRED, &mask, kMostNodes + 1, 0) == 0) {
     return {};
   }

@@ -57,7 +57,7 @@ const std::shared_ptr<StreamEvent>& OpState::fence_of(int32_t stage) const {
   return stage_fences_.empty() ? fence : stage_fences_[static_cast<size_t>(stage)];
 }
 
-// Returns how many bytes of a page these stages move.
+// Returns how many bytes of a page are moved in the stages from `first_stage` to `last_stage`.
 int64_t OpState::bytes_of(int32_t first_stage, int32_t last_stage) const {
   if (stages() == 1) return page_bytes_;
   const int32_t lo = layers_of(first_stage).first;
@@ -68,8 +68,8 @@ int64_t OpState::bytes_of(int32_t first_stage, int32_t last_stage) const {
 OpState::Taken OpState::take(int64_t max_bytes, bool all_stages) {
   const int32_t stage = next_stage();
   const int64_t page_bytes = bytes_of(stage, all_stages ? stages() - 1 : stage);
-  // In a layerwise op all pages must move together, because the first layer of the last page must not come
-  // after the last layer of the first page.
+  // In a layerwise op, all pages must move together. Otherwise the last page's first layer would be moved
+  // only after the first page's last layer.
   if (all_stages && spec_.layerwise) max_bytes = INT64_MAX;
   const int64_t most = std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes));
   std::vector<int32_t> taken = take_at(stage, static_cast<size_t>(most));

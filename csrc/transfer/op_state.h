@@ -14,23 +14,22 @@
 
 namespace flexkv {
 
-// The figure shows four pages of a layerwise load and, for each page, who may read or write its bytes. A read
-// from disk is still filling the pages' slots: stage 3 has not arrived yet. The lane takes a page through
-// several stages at once.
+// The figure shows four pages of a layerwise load op and, for each page, who may read or write its bytes. A
+// read from disk is still filling the pages' slots: the layers of stage 3 are not there yet ("absent"). The
+// lane takes a page through several stages at once.
 //
-//   layers    0        4        8        12       16
-//             | stage 0| stage 1| stage 2| stage 3|
-//   page 0    | passed | item A | item A | absent |    only the lane, in the stages of its item;
-//   page 1    | passed | item A | item A | absent |    extend() adds stage 3 when it has arrived
-//   page 2    | passed | failed . . . . . . . . . |    nobody: its later stages are never moved
-//   page 3    | ready or waiting . . . . . . . .  |    nobody until a lane takes the page
+//   layers 0 4 8 12 16 | stage 0| stage 1| stage 2| stage 3| page 0 | passed | item A | item A | absent |
+//   only the lane, in the stages of its item; page 1 | passed | item A | item A | absent | extend() adds
+//   stage 3 when it has arrived page 2 | passed | failed . . . . . . . . . | nobody: its later stages are
+//   never moved page 3 | ready or waiting . . . . . . . . | nobody until a lane takes the page
 //
-// A page is in at most one work item. The inference engine may use the blocks of a load only after the op has
-// finished. In a layerwise op it may use the layers of a stage after every page has passed that stage. The op
-// keeps the memory of the view and the host pool mapped until it has finished.
+// A page is in at most one work item. The inference engine may use the blocks of a load op only after the op
+// has finished. If the op is layerwise, the inference engine may use the layers of a stage as soon as every
+// page has passed that stage. The op keeps the memory of the view and the host pool mapped until it has
+// finished.
 class OpState : public PageProgress, public std::enable_shared_from_this<OpState> {
  public:
-  // `view`: null only for a kind without a device side; `sizes` then gives the size of a page.
+  // `view`: null only for a kind without a device side; `sizes` then gives the size of a page instead.
   OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr<const AttachedView> view,
           PageSizes sizes = {});
 
@@ -39,8 +38,8 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   uint64_t sequence() const { return sequence_; }
   const std::shared_ptr<const AttachedView>& view() const { return view_; }
 
-  // Closes all stages, so that a stage is moved only after open() has opened it. Call before any page is
-  // ready.
+  // Closes all stages, so that a stage is moved only after open() has opened it. Must be called before any
+  // page is ready.
   void gate();
   // Opens the stages whose layers are all in [0, layers). Stages opened by this call are copied after
   // `fence`, which may be null.
@@ -53,15 +52,18 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
     int32_t last_stage = 0;   // the last stage through which the lane is to move the pages
     std::vector<int32_t> pages;
   };
-  // Takes ready pages that are at the same stage: at least one page, at most `max_bytes`. With `all_stages`,
-  // also takes those later stages of these pages that are open and have arrived; for a layerwise op it then
-  // takes all ready pages at the stage, whatever their size. Precondition: has_ready().
+  // Takes ready pages that are at the same stage: at least one page, and at most `max_bytes` bytes if there
+  // are several. With `all_stages`, also takes the later stages of these pages, as far as they are open and
+  // their layers are in the slots. With `all_stages`, a layerwise op takes all ready pages at the stage,
+  // whatever their size. Precondition: has_ready().
   Taken take(int64_t max_bytes, bool all_stages);
-  // Ends a page in any open state with `end`, which must be one of the failure states. The first reason given
-  // becomes the reason of the op. `cause` is used only if `end` is kFailed; the other states imply a cause.
+  // Ends a page that has not ended yet. `end`: the page's new state, one of the failure states. The first
+  // reason given becomes the reason of the op. `cause` is used only if `end` is kFailed; the other states
+  // imply a cause.
   void fail(int32_t page, PageState end, const std::string& reason,
             FailureCause cause = FailureCause::kUnknown);
-  // Records that an op without pages failed, because it was cancelled or skipped or its lane is down.
+  // Records that an op without pages failed, because the op was cancelled or skipped, or because its lane is
+  // down.
   void fail_empty(PageState end, const std::string& reason);
 
   // Marks the op as expedited: all of it must be enqueued at once, because the inference engine's stream will
@@ -69,27 +71,29 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
 
-  // Records the digests of a page's runs, which the lane computed, for the op's result.
+  // Records the digests of a page's runs, which the lane has computed. The op's result will contain them.
   void keep_digests(int32_t page, const std::vector<uint64_t>& digests);
   // Returns the result of the op. Its status is CANCELLED, SKIPPED or LANE_DOWN only if no lane took any page
   // and all pages ended in the same state. Precondition: all_settled().
   OpResult result() const;
-  // Releases the memory that the op could touch. Precondition: all_settled().
+  // Releases the op's reference to the memory that it reads and writes. Precondition: all_settled().
   void release_view() { view_.reset(); }
 
   // The scheduler maintains the following members.
-  int32_t waiting_barriers = 0;          // number of unfinished ops that barrier edges make it wait for
-  std::vector<int32_t> waiting_streams;  // per page: number of stream edges it waits for; empty without any
+  int32_t waiting_barriers = 0;  // number of unfinished ops that the op waits for because of barrier edges
+  // Per page: number of stream edges that it waits for. Empty if the op has no such edges.
+  std::vector<int32_t> waiting_streams;
   std::vector<std::pair<OpState*, EdgeKind>> successors;  // the ops that wait for this one
   Priority effective_priority = Priority::kLoad;          // the highest priority of the op and its successors
   std::shared_ptr<StreamEvent> fence;                     // the fence of the op's graph; may be null
-  // For each stage, a point after the last of its copies that were enqueued; null before the first.
+  // For each stage, a point after the last copy of the stage that was enqueued; null if none was.
   std::vector<std::shared_ptr<StreamEvent>> stage_events;
-  std::shared_ptr<StreamEvent> last_event;  // a point after the op's last copy that was enqueued; null: none
+  // A point after the last copy of the op that was enqueued; null if none was.
+  std::shared_ptr<StreamEvent> last_event;
   // Lanes read the next two members without the scheduler's lock.
-  std::atomic<bool> cancelled{false};  // whether to enqueue no more of the op
-  // Whether a caller cancelled the op, so that even copies in flight may end early. Not set when the engine
-  // closes, because pages in flight then still finish.
+  std::atomic<bool> cancelled{false};  // if true, the lane enqueues no more of the op
+  // Whether a caller cancelled the op, so that even copies in flight may end early. Not set when the transfer
+  // engine closes, because pages in flight are then still finished.
   std::atomic<bool> unwanted{false};
   bool ended = false;  // whether the op has its result
 
@@ -107,7 +111,8 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   std::atomic<bool> expedited_{false};  // lanes read it without the scheduler's lock
   PageState empty_end_ = PageState::kOk;
   std::string reason_;
-  std::vector<uint64_t> digests_;  // the same number for every page; empty until a page has digests
+  // Digests of all pages, with equally many for each page; empty until a page has digests.
+  std::vector<uint64_t> digests_;
 };
 
 }  // namespace flexkv

@@ -1,5 +1,5 @@
 // The interface of movers, which copy the bytes of one page. Movers can be nested: for example, a mover that
-// injects faults around one that counts calls, around the real one.
+// injects faults may contain a mover that counts calls, which contains the mover that copies.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -19,12 +19,12 @@ namespace flexkv {
 struct PageMove {
   int64_t op_id = 0;
   OpKind kind = OpKind::kH2D;
-  int32_t position = 0;                // number of the page in the op
+  int32_t position = 0;                // position of the page in the op
   int32_t block = 0;                   // the inference engine's block; -1 for a kind without a device side
   int32_t slot = -1;                   // slot in the host pool; -1 for a kind without a host side
   const AttachedView* view = nullptr;  // null for a kind without a device side
   int32_t group = 0;
-  int32_t place = -1;                      // disk slot; -1 for a kind without places
+  int32_t place = -1;                      // place (disk slot); -1 for a kind without places
   const uint8_t* tag = nullptr;            // kTagBytes bytes; null for a kind without places
   std::span<const uint64_t> digests = {};  // for kDiskSeal only: digests of the page's runs
 };
@@ -40,19 +40,19 @@ struct MoveResult {
 class PageMover {
  public:
   virtual ~PageMover() = default;
-  // Moves layers [layer_lo, layer_hi) of the page. Returns when no byte of them moves any more. Several
-  // threads may call this at once, but not for the same page. If it throws, the page has failed.
+  // Moves layers [layer_lo, layer_hi) of the page. Returns when none of their bytes is being moved any more.
+  // Several threads may call this at once, but not for the same page. If it throws, the page has failed.
   virtual MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) = 0;
-  // The number of movers nested in this one.
+  // The number of movers that are nested in this mover.
   virtual int32_t depth() const { return 0; }
 };
 
-// How many movers may be nested in one mover. The limit bounds the depth of the stack, because each call and
-// each destructor goes through all nested movers.
+// The maximum number of movers nested in one mover. The limit bounds the depth of the stack, because each
+// call and each destructor goes through all nested movers.
 inline constexpr int32_t kMostMoversInside = 64;
 
-// Returns `inner`. Throws ContractError if a mover around it would contain more than kMostMoversInside
-// movers.
+// Returns `inner`, the mover that a new mover will contain. Throws ContractError if the new mover would
+// contain more than kMostMoversInside movers.
 inline std::shared_ptr<PageMover> checked_inner(std::shared_ptr<PageMover> inner) {
   if (inner->depth() + 1 <= kMostMoversInside) return inner;
   throw ContractError("a mover around " + std::to_string(inner->depth() + 1) + " others; allowed are " +

@@ -87,7 +87,7 @@ void PageProgress::make_ready(int32_t page) {
 int32_t PageProgress::next_stage() {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   if (layerwise_) return lowest_ready_;
-  // Prefers pages at the highest stage, so that they finish early and ops that wait for them can start.
+  // Pages at the highest stage are preferred, so that they finish early and ops that wait for them can start.
   int32_t stage = stages() - 1;
   while (ready_[static_cast<size_t>(stage)].empty()) --stage;
   return stage;

@@ -1,4 +1,4 @@
-// The pieces in which a host pool is registered with a device.
+// The pieces of a host pool that are registered with a device one at a time.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,13 +7,14 @@
 
 namespace flexkv {
 
-// Unit: bytes. The largest piece of several slots. Registration holds locks of the driver for about 0.1 s per
-// GiB, and the inference engine's calls need these locks. Registering a complete extent at once would stall
-// the inference engine (vllm-project/vllm#51081); a piece stalls it for only 12 ms.
+// Unit: bytes. The maximum size of a piece that has several slots. Registration holds locks of the driver for
+// about 0.1 s per GiB of memory, and the inference engine's calls need these locks. Registering a complete
+// extent at once would stall the inference engine (vllm-project/vllm#51081); a piece stalls it for only 12
+// ms.
 inline constexpr int64_t kPinPieceBytes = int64_t{128} << 20;
 
-// A piece consists of consecutive complete slots of one extent, because a copy across the end of a piece
-// fails (LMCache/LMCache#2413).
+// The pieces of a pool, in numbers of slots. A piece consists of consecutive complete slots of one extent,
+// because a copy across the end of a registered piece fails (LMCache/LMCache#2413).
 struct PinPieces {
   explicit PinPieces(const ExtentTable& extents)
       : table(extents),

@@ -13,20 +13,20 @@
 namespace flexkv {
 namespace {
 
-// Unit: nice levels. Bring-up has a lower priority, because it is not urgent and competes with the start of
-// the inference engine.
+// Unit: nice levels. The bring-up thread has a lower priority, because bring-up is not urgent and competes
+// with the start of the inference engine.
 constexpr int kBringUpNice = 10;
-// Unit: bytes. How much memory is allocated at a time. Each step holds the process's mmap lock, which every
+// Unit: bytes. How much memory is allocated in one step. Each step holds the process's mmap lock, which every
 // page fault of the inference engine needs, so the steps are small.
 constexpr int64_t kPopulateStepBytes = kHugePageBytes;
-// Unit: bytes. How much memory is allocated between two checks of the available memory. A check reads /proc
-// for 20 us, and the allocation takes 10 to 300 ms. The amount is much smaller than kHeadroomBytes.
+// Unit: bytes. How much memory is allocated between two checks of the available memory. A check reads /proc,
+// which takes 20 us; allocating this much takes 10 to 300 ms. The amount is much smaller than kHeadroomBytes.
 constexpr int64_t kMemoryLookBytes = int64_t{64} << 20;
 
 }  // namespace
 
 void HostPool::lower_own_priority() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // ignores a failure
+  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kBringUpNice);  // a failure is ignored
 }
 
 void HostPool::publish(int64_t ready) {
@@ -77,8 +77,8 @@ void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
     const int64_t step = std::min(kPopulateStepBytes, bytes - done);
     mapping_.populate(offset + done, step);
     if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // EINVAL means that this kernel cannot collapse such memory. Other errors may be temporary, such as a
-      // lack of free huge pages, so later steps try again.
+      // EINVAL means that this kernel cannot collapse memory of a memfd into huge pages. Other errors, such
+      // as a lack of free huge pages, may be temporary, so later steps try again.
       if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
     }
     done += step;

@@ -16,7 +16,7 @@ void PoolGeometry::check() const {
     throw GeometryError("extent_bytes=" + std::to_string(extent_bytes) + ": must be in [slot_bytes=" +
                         std::to_string(slot_bytes) + ", " + std::to_string(kMaxExtentBytes) + "]");
   }
-  // A pool has at most half of the user address space, so that sums of sizes cannot overflow.
+  // A pool may take at most half of the user address space, so that sums of sizes cannot overflow.
   const int64_t most = std::min<int64_t>((int64_t{1} << 46) / slot_bytes, INT32_MAX);
   if (slots < 1 || slots > most) {
     throw GeometryError("slots=" + std::to_string(slots) + ": must be in [1, " + std::to_string(most) + "]");

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Unit: bytes. The largest extent. io_uring does not register buffers of more than 1 GiB (EFAULT).
+// Unit: bytes. The maximum size of an extent, because io_uring does not register larger buffers (EFAULT).
 inline constexpr int64_t kMaxExtentBytes = int64_t{1} << 30;
 
 struct PoolGeometry {
@@ -19,7 +19,8 @@ struct PoolGeometry {
 
   // Throws GeometryError if a size is invalid.
   void check() const;
-  // Unit: bytes. The alignment of extents: that of huge pages, unless an extent is smaller than one.
+  // Unit: bytes. The alignment of extents: the alignment of huge pages, unless an extent is smaller than a
+  // huge page.
   int64_t alignment() const;
 };
 
@@ -31,7 +32,8 @@ struct ExtentTable {
   int64_t stride;       // distance from the start of one extent to the start of the next
   int64_t count;        // number of extents
   int64_t total_bytes;  // size of all extents together
-  int64_t unit;         // sizes of extents are rounded up to multiples of this
+  // Sizes of extents are rounded up to multiples of this many bytes.
+  int64_t unit;
   PoolGeometry geometry;
 
   int64_t slots_of(int64_t extent) const;

@@ -28,8 +28,8 @@ void await_change(PoolHeader& header, uint32_t seen, double timeout_s) {
   if (timeout_s <= 0) return;
   const double whole = std::floor(timeout_s);
   const timespec timeout{static_cast<time_t>(whole), static_cast<long>((timeout_s - whole) * 1e9)};
-  // The result is ignored, because the caller checks again in any case: after EAGAIN (the word has already
-  // changed), EINTR and ETIMEDOUT.
+  // The result is ignored, because the caller always checks the generation again, also after EAGAIN (the word
+  // has already changed), EINTR and ETIMEDOUT.
   shared_futex(header.generation, FUTEX_WAIT, seen, &timeout);
 }
 

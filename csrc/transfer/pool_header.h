@@ -1,7 +1,7 @@
-// The header of a host pool: the first page of a shared pool's memfd. A process that maps the pool checks in
-// the header that this is the right pool, and reads the progress of bring-up from it. The slots' arrivals
-// follow it in the file (slot_arrivals.h). A private pool has a header and arrivals on the heap, so that both
-// kinds of pool use the same code.
+// The header of a host pool: the first page of a shared pool's memfd. A process that maps the pool checks the
+// header to see whether it is the right pool, and reads from it how far bring-up has come. In the file, the
+// records of slot arrivals follow the header (slot_arrivals.h). In a private pool, the header and these
+// records are on the heap, so that both kinds of pool use the same code.
 #pragma once
 #include <array>
 #include <atomic>
@@ -9,20 +9,22 @@
 
 namespace flexkv {
 
-// The random identity of a pool. It shows whether a pid or descriptor number was reused for a different
-// process or file.
+// The random identity of a pool. It shows whether a pid or a descriptor number has been reused for a
+// different process or file.
 using PoolToken = std::array<uint8_t, 16>;
 
 struct PoolHeader {
-  // kPoolMagic while the process that made the pool has it open; 0 afterwards, when no process may attach.
+  // kPoolMagic while the process that made the pool has it open; 0 afterwards; then no process may attach to
+  // the pool.
   std::atomic<uint64_t> magic{0};
   PoolToken token{};
   int64_t slot_bytes = 0;
   int64_t slots = 0;
   int64_t extent_bytes = 0;
-  int64_t slots_offset = 0;             // offset of slot 0 in the file; 0 in a private pool
-  std::atomic<int64_t> ready_slots{0};  // slots [0, ready_slots) are up; never decreases
-  std::atomic<uint32_t> generation{0};  // incremented at every change; waiters sleep on it (futex)
+  int64_t slots_offset = 0;  // offset of slot 0 in the file; 0 in a private pool
+  // Slots [0, ready_slots) have their memory; the number never decreases.
+  std::atomic<int64_t> ready_slots{0};
+  std::atomic<uint32_t> generation{0};  // incremented by announce(); waiters sleep on it (futex)
   std::atomic<uint32_t> finished{0};    // 1 when bring-up has finished, with or without success; 0 before
 };
 

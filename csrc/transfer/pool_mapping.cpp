@@ -46,8 +46,8 @@ int sealed_memfd(int64_t bytes, unsigned flags) {
 
 PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
   // Reserves more address space than needed, places the mapping on a 2 MiB boundary in it, and unmaps the
-  // rest. This is necessary because mmap guarantees only 4 KiB alignment, and huge pages need an address that
-  // is aligned like the file offset.
+  // rest. This is necessary because mmap guarantees only 4 KiB alignment, and huge pages need an address
+  // whose alignment matches the file offset's.
   const size_t reserved = static_cast<size_t>(bytes + kHugePageBytes);
   void* space = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) {
@@ -76,8 +76,8 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
 
 PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   PoolMapping mapping = map(bytes, -1, PageSource::kAnonymous);
-  // Ignores a refusal by an old kernel, or by one built without huge pages: huge_bytes() later shows how many
-  // huge pages there are.
+  // If madvise fails (the kernel is old or built without huge pages), the pool works without huge pages.
+  // huge_bytes() later shows how much memory is on huge pages.
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
