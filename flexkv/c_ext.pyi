@@ -929,10 +929,10 @@ class BlockIndex:
     def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...
 
 class Found:
-    """The pages that a lookup over all tiers found, each leased in its tier; `TierLookup.look` makes it.
+    """Result of `TierLookup.look`: the pages that the lookup over all tiers found, each leased in its tier.
 
     If this object is deleted before `TierLookup.release` or `detach`, the pages stay leased. Entries and slots are
-    read-only views of its memory. Pages are numbered from the start of the lookup on.
+    read-only views of its memory. Page numbers count from the lookup's `start_block`.
     """
 
     @property

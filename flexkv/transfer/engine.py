@@ -263,7 +263,7 @@ class TransferEngine(DataPlane):
     def wait_layer(
         self, ticket: Ticket, layer: int, deadline_s: float, stream: StreamLike | None = None
     ) -> LayerResult:
-        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, self._native_stream(stream))
+        in_time, failed = self._native.wait_layer(ticket, layer, deadline_s, optional_stream(stream))
         return LayerResult(in_time, {OpId(op_id): pages for op_id, pages in failed})
 
     def cancel(self, ticket: Ticket) -> int:

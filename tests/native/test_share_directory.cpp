@@ -1,4 +1,5 @@
-// Tests which pages a directory finds on the boards of its peers, and which pages it copies from the peers.
+// Tests which pages a directory finds in the lists of pages that its peers publish (their boards), and which
+// pages it copies from the peers.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
