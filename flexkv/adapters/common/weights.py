@@ -68,7 +68,8 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
     path = Path(model)
     place = os.path.normpath(model)
     if (commit := COMMIT.search(place)) and (not path.exists() or _is_of_hub_cache(path)):
-        # One commit may hold several adapters, or one model in several quantisations.
+        # The path in the commit is part of the name, because one commit may hold several adapters, or one model in
+        # several quantisations.
         return f"{COMMIT_PREFIX}{commit.group(1)}{place[commit.end(1) :]}"
     if path.exists():
         return ""

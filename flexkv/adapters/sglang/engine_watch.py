@@ -44,8 +44,8 @@ class EngineListener:
         """Called when the weights are about to change."""
 
     def emptied(self) -> None:
-        """Called when the engine has emptied its radix tree (its prefix cache). No store of KV that was in the tree is
-        in flight."""
+        """Called when the engine has emptied its radix tree (its prefix cache). By then, no copy that stores KV of the
+        tree is in flight."""
 
     def end_copies(self) -> None:
         """Called when the pool's memory is about to be released.
@@ -166,7 +166,7 @@ def add_to_extra_key(request: Any, mark: str, name: str) -> None:
 # --- hooks ---
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any], HookType]] = {}
-"""Name of a listener's method -> (path of the method of SGLang to hook, the hook, when the hook runs)."""
+"""Name of a listener's method -> (path of SGLang's method to hook, the hook, when the hook runs)."""
 
 _ALSO = {"new_weights": ("begin_update", "end_update")}
 """Name of a listener's method -> further entries of `_HOOKS` whose hooks call that method."""
@@ -203,14 +203,16 @@ def _tell_of_weights(*_arguments: object, **_named: object) -> None:
 
 @_hook("emptied", f"{_TREE}.reset", HookType.AFTER)
 def _tell_of_flush(*_arguments: object, **_named: object) -> None:
-    """SGLang calls the hooked method when it flushes its cache. HiCache's threads have then ended their stores."""
+    """SGLang calls the hooked method when it flushes its cache. By then, HiCache's threads have finished storing
+    pages."""
     for listener in _all("emptied"):
         listener.emptied()
 
 
 @_hook("end_copies", f"{_UPDATER}.release_memory_occupation", HookType.BEFORE)
 def _tell_of_release(*_arguments: object, **_named: object) -> None:
-    """When SGLang calls the hooked method, the engine is idle, but its last stores may still be in flight."""
+    """When SGLang calls the hooked method, the engine is idle, but copies of the pages that it stored last may still be
+    in flight."""
     for listener in _all("end_copies"):
         listener.end_copies()
 

@@ -1,5 +1,5 @@
-"""flexkv as HiCache's storage: SGLang keeps its own host tier, and stores pages beyond it in flexkv's host memory and
-disks.
+"""flexkv as HiCache's storage: SGLang keeps its own host tier. flexkv's host memory and disks are the storage behind
+that tier.
 
 To use it, start SGLang with `--hicache-storage-backend dynamic`, and name this class and `"interface_v1": 1` in the
 extra config. flexkv's lanes copy pages directly between SGLang's host pool and flexkv's slots, so each byte is copied
@@ -51,7 +51,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
                 f"attention context parallelism of {storage_config.attn_cp_size}; flexkv works with 1"
             )
         # SGLang lets only the first of several ranks store latents, because it assumes that the ranks share one
-        # storage. With flexkv, each rank has its own storage, and a page that one rank lacks is no hit.
+        # storage. With flexkv, each rank has its own storage, and a page counts as found only if every rank has it.
         storage_config.is_mla_model = False
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
@@ -181,7 +181,7 @@ class FlexKVHiCache(HiCacheStorage, EngineListener):
 
 
 def _kv_dtype(mem_pool_host: Any, server_args: Any) -> str:
-    """Name of the dtype of the pages' numbers. A host pool holds every kind of fp8 as bytes, so the name includes
+    """Name of the dtype of the values in the pages. A host pool holds every kind of fp8 as bytes, so the name includes
     SGLang's argument `kv_cache_dtype`. If the argument is `auto`, the files that describe the model's quantisation
     determine the dtype, and these files are in the namespace."""
     if mem_pool_host.dtype != torch.uint8:

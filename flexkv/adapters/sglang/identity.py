@@ -86,7 +86,7 @@ class Place:
             stage += f".from{sum(map(int, layers.split(',')[: parallel.pp_rank]))}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
         if parallel.attn_tp_size != parallel.tp_size:
-            # With data-parallel attention, a rank of the same number holds different heads than without it.
+            # With data-parallel attention, the rank with a given number holds different heads than without it.
             rank += f".attn{parallel.attn_tp_rank}of{parallel.attn_tp_size}"
         is_whole = parallel.tp_size == parallel.pp_size == 1
         is_alone = parallel.attn_tp_size == parallel.pp_size == parallel.attn_cp_size == 1
@@ -237,7 +237,7 @@ def _attention(server_args: Any, kv_dtype: str) -> dict[str, Any]:
 
 
 def _unusual(server_args: Any) -> dict[str, Any]:
-    """The arguments whose values are in `ARGUMENTS` and differ from SGLang's defaults, as plain values. The common key
+    """The values of those arguments in `ARGUMENTS` that differ from SGLang's defaults, as plain values. The common key
     scheme has no equivalent of them. Random weights are left out, because their seed identifies them."""
     usual = {field.name: field.default for field in msgspec.structs.fields(ServerArgs)}
     return {

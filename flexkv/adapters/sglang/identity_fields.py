@@ -10,7 +10,7 @@ OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora
 such a draft is in the model's own pages."""
 
 NOT_OF_FILES = ("ipc_cache", "presharded", "private", "rdma", "remote", "remote_instance")
-"""Values of `load_format` with which the weights come from another process, from code that SGLang does not have, or
+"""Values of `load_format` with which the weights come from another process, from code that is not part of SGLang, or
 from an earlier run's copy that may be older than the model's files."""
 
 ENVIRONMENT = (

@@ -23,7 +23,7 @@ NO_BATCH = -1
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """A load that the engine has requested and that was not started yet. The page of `keys[i]` goes to `blocks[i]`."""
+    """A load that the engine has requested and that has not started yet. The page of `keys[i]` goes to `blocks[i]`."""
 
     keys: Keys
     blocks: BlockIds
@@ -32,7 +32,7 @@ class QueuedLoad:
 
 @dataclass(slots=True)
 class LoadBatch:
-    """The loads that one forward pass reads.
+    """The loads whose pages one forward pass reads.
 
     Attributes:
         requests: ids of the requests whose loads are in the batch.
@@ -59,8 +59,8 @@ class LoadBatch:
 
 
 class LoadBatches:
-    """The batches in flight. This object is the `layer_done_counter` of SGLang's pools, which call `set_consumer` and
-    then `wait_until` for each layer.
+    """The batches of loads in flight. This object is the `layer_done_counter` of SGLang's pools, which call
+    `set_consumer` and then `wait_until` for each layer.
 
     A failed layer raises no error in the forward pass that waits for it. The forward pass runs with whatever its slots
     hold, and then `finish` returns False, before the output is used.

@@ -1,5 +1,5 @@
-"""Offloads: stores of nodes of the engine's radix tree. They are reported as completed in the order in which they
-began."""
+"""Stores nodes of the engine's radix tree; such an operation is called an offload. Offloads are reported as completed
+in the order in which they began."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexkv.transfer.graph import BlockIds
 
 @dataclass(slots=True)
 class Offload:
-    """The store of one node of the engine's radix tree.
+    """The operation that stores one node of the engine's radix tree.
 
     Attributes:
         request_id: the offload's id in the manager.
@@ -53,8 +53,8 @@ class Offloads:
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
-        # The number is set only now, because `ended` is called only in later polls, even for ops that were refused
-        # because a queue was full.
+        # The number of ops may be set after `store` returns, because `ended` is called only in later polls, even for
+        # ops that were refused because a queue was full.
         offload.in_flight = 0 if plan.graph is None else len(plan.graph.ops)
         offload.stored = not plan.dropped
 

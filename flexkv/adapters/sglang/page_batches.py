@@ -27,7 +27,7 @@ class PageBatches:
     because it releases the lock between two polls.
 
     Args:
-        wait_s: most seconds that a lookup waits for pages on disk.
+        wait_s: largest number of seconds that a lookup waits for pages on disk.
 
     Attributes:
         lock: must be held while `cache` is used.
@@ -157,8 +157,8 @@ class PageBatches:
             raise ClosedError("the storage was closed while a lookup waited for its disk")
 
     def _write_to_disk(self) -> None:
-        """Runs in a thread of its own. After each store, polls the cache until all writes to disk have finished,
-        because SGLang may make no further call. `close` ends the loop."""
+        """Runs in a thread of its own. After each call of `store`, polls the cache until all writes to disk have
+        finished, because SGLang may make no further call. `close` ends the loop."""
         while True:
             self._stored.wait()
             self._stored.clear()

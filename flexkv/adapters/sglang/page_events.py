@@ -33,8 +33,8 @@ from flexkv.facts.keys import Keys
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
 
 CALLERS = 1024
-"""Most callers for which a shared event is kept. It holds the fields that are equal in the events of all the caller's
-pages."""
+"""Largest number of callers for which a shared event is kept. A caller's shared event holds the fields that are equal
+in the events of all the caller's pages."""
 
 _encode = Encoder().encode
 _decode = Decoder().decode
@@ -82,12 +82,12 @@ class StoredPage:
         )
 
     def packed(self) -> bytes:
-        """The page as bytes for a file, without the id of the session that stored it."""
+        """The page's description as bytes for a file, without the id of the session that stored it."""
         return _encode(astuple(replace(self.event(None), session_id=None)))
 
 
 class PageEvents(EngineListener):
-    """Describes the pages of stores for events, and adds the events of flexkv's pages to SGLang's events. SGLang's
+    """Describes the pages that are being stored, and adds the events of flexkv's pages to SGLang's events. SGLang's
     scheduler thread calls all methods.
 
     Args:
@@ -104,11 +104,11 @@ class PageEvents(EngineListener):
             lora_names=params.kv_event_lora_names,
         )
         self._stores: deque[list[bytes]] = deque()
-        """For each store in flight, the value that `Announcements.begin_store` returned. Stores end in the order in
-        which they began."""
+        """For each store operation in flight, the value that `Announcements.begin_store` returned. The operations end
+        in the order in which they began."""
         self._key: RadixKey | None = None
         self._hashes: list[str] | None = None
-        """SGLang's hashes of all pages of `_key`; None until a store needs them."""
+        """SGLang's hashes of all pages of `_key`; None until a store operation needs them."""
 
     # --- inserts of the tree ---
 
@@ -137,7 +137,7 @@ class PageEvents(EngineListener):
         self._announcements.note_present(GROUP, keys)
 
     def end_store(self) -> None:
-        """Called when the oldest store has finished."""
+        """Called when the oldest store operation has finished."""
         self._announcements.end_store(self._stores.popleft())
 
     def end_stores(self) -> None:
@@ -160,8 +160,8 @@ class PageEvents(EngineListener):
         if first:
             parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
         self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
-        # A page computed with an adapter has a record that does not last, because in the next process the adapter may
-        # have different content under the same name.
+        # The record of a page computed with an adapter is valid only in this process, because in the next process the
+        # adapter may have different content under the same name.
         return [
             Named(page, page.of_caller.lora_name is None)
             for event in self._recorder.take()

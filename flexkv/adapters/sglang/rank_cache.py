@@ -219,7 +219,7 @@ class RankCache(RankWorker):
         self.take_results()
 
     def finish_store(self, graph: TransferGraph) -> None:
-        """Waits until no copy of a store is in flight, as `finish_load` does for loads.
+        """Waits until no copy of a store operation is in flight, as `finish_load` does for loads.
 
         Raises:
             ClosedError: a copy neither finished nor could be cancelled, so its pages may be read at any time.
@@ -269,7 +269,7 @@ class RankCache(RankWorker):
     # --- announcements to routers ---
 
     def announce(self, identity: bytes) -> Announcements:
-        """Begins to record where pages are, for events. Must be called once, before the first page is stored.
+        """Starts recording where pages are, for events. Must be called once, before the first page is stored.
 
         Args:
             identity: identifies the meaning of packed records; see `EventBook`.
@@ -307,7 +307,8 @@ class RankCache(RankWorker):
         self.counters.add("flexkv_resets_total")
 
     def tree_emptied(self) -> None:
-        """Must be called when the engine has emptied its radix tree, and no store of KV from the tree is in flight.
+        """Must be called when the engine has emptied its radix tree, and no copy that stores KV from the tree is in
+        flight.
 
         Between new weights and this call, the engine may store KV that the former weights computed, or that depends on
         such KV. All that was stored in between is forgotten.

@@ -76,13 +76,13 @@ class FlexKVWorker(WorkerBase):
         self.side.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Does nothing. Stores copy complete blocks after a request has finished, because only then does the engine
-        keep the request's blocks for a connector.
+        """Does nothing. Complete blocks are stored after a request has finished, because only then does the engine keep
+        the request's blocks for a connector.
         """
 
     def wait_for_save(self, stream: Any) -> None:
-        """Waits until the forward pass's loads have finished. Does not wait for stores, because the engine keeps a
-        request's blocks until `get_finished` returns the request.
+        """Waits until the forward pass's loads have finished. Does not wait for store operations, because the engine
+        keeps a request's blocks until `get_finished` returns the request.
         """
         self.side.forward_ended()
 

@@ -137,8 +137,8 @@ def request_namespace(engine: bytes, request: Any) -> bytes | None:
     """
     if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
         return None
-    # The salt's number is preferred, because during a lookup the request has only the number, not the salt itself. The
-    # engine's own caches use the number too.
+    # The engine's number for the salt is preferred, because during a lookup the request has only the number, not the
+    # salt itself. The engine's own caches use the number too.
     salt = getattr(request, "cache_salt_id", None)
     if salt is None:
         salt = getattr(request, "cache_salt", None)

@@ -23,14 +23,14 @@ logger = get_logger(__name__)
 LENGTH = struct.Struct("<I")
 
 CHUNK_BYTES = 1 << 18
-"""Most bytes that one system call sends or receives; a socket's default buffer holds about as much."""
+"""Largest number of bytes that one system call sends or receives; a socket's default buffer holds about as much."""
 
 MAX_STRANGERS = 64
-"""Most connections that may be open without being admitted. If there are more, the oldest are closed."""
+"""Largest number of connections that may be open without being admitted. If there are more, the oldest are closed."""
 
 MAX_WAITING_BYTES = 64 << 20
-"""Most unsent bytes of one connection, about the orders for a million pages. If there are more, the peer has probably
-stopped reading, and the connection is closed. Also the largest message that is accepted."""
+"""Largest number of unsent bytes of one connection, enough for the orders for about a million pages. If there are more,
+the peer has probably stopped reading, and the connection is closed. A longer message is not accepted either."""
 
 
 class Wire:
@@ -129,7 +129,8 @@ class Listener:
 
     def poll(self) -> list[tuple[Wire, Any]]:
         """Accepts new connections, and returns the messages that have arrived on all connections since the last call:
-        pairs of a connection and a message, in order for each connection."""
+        pairs of a connection and a message. The messages of each connection are in the order in which they were
+        sent."""
         while True:
             try:
                 connection, _ = self._socket.accept()

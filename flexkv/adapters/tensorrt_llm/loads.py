@@ -1,4 +1,5 @@
-"""Looks up the tokens that the engine need not compute, promises them to the engine, and orders their loads."""
+"""Looks up the tokens that the engine need not compute, promises them to the engine, and orders the ranks to load their
+KV."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ class Loads:
         serve later lookups. Nothing is promised while ranks may still handle an earlier load of the request (see
         `RequestTracker.spent`).
         """
-        # The engine asks only for requests that hold no blocks, so tokens that were computed in blocks that the request
-        # has lost do not count.
+        # When the engine asks, the request holds no blocks. It has lost the blocks of the tokens that it computed
+        # earlier, so these tokens do not count.
         tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
         tracker.step_loaded = tracker.computed = 0
         tracker.prompt_tokens = len(tokens)
@@ -76,7 +77,7 @@ class Loads:
             return NO_BLOCKS
         unit.grow()
         start, within = divmod(computed_tokens, block_tokens)
-        # The engine must compute at least one token to sample from.
+        # The engine must compute at least one token, because it samples the next token from the output.
         end = (len(tokens) - 1) // block_tokens
         if within or start >= end:
             return NO_BLOCKS

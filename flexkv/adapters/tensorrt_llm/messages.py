@@ -29,12 +29,12 @@ class StepMetadata:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Orders the stores of a finished request. A rank starts them after the engine has passed the request's id to it in
-    `get_finished`.
+    """Orders the ranks to store the blocks of a finished request. A rank starts after the engine has passed the
+    request's id to it in `get_finished`.
 
     Attributes:
         request_id: the engine's id of the request.
-        graph: the stores; None if nothing is stored, and the request's blocks are kept only until its load has
+        graph: the store ops; None if nothing is stored, and the request's blocks are kept only until its load has
             finished.
         first_step: number of the first step that computed the request; 0 if none did. A rank on which this step or a
             later one was interrupted by an error does not store the request.

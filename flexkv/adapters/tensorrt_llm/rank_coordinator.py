@@ -188,8 +188,8 @@ class RankCoordinator:
     def close(self) -> None:
         """Logs the cache's statistics, and closes the disks and the host pool. Idempotent."""
         if self._report is not None and isinstance(self.unit, LiveUnit):
-            # Reports are processed first, so that stores that have finished on all ranks become visible and are written
-            # to disk too.
+            # Reports are processed first, so that pages that all ranks have stored become visible and are written to
+            # disk too.
             self.receive()
             self._report.close()
             self._report = None

@@ -84,8 +84,8 @@ class SchedulerSide:
             tracker = self.ranks.requests.get(int(said.request_id))
             if tracker is not None and tracker.told is not None:
                 # When the engine schedules the request for the first time, `computed` does not include the promised
-                # tokens. The engine does not say how many of the promised tokens it accepted, so the larger of the two
-                # numbers is used, not the sum.
+                # tokens. The engine does not say how many of the promised tokens it accepted, so the larger of
+                # `computed` and `step_loaded` is used, not their sum.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracker.computed = max(computed, tracker.step_loaded)
                 tracker.step_loaded = 0
@@ -94,8 +94,8 @@ class SchedulerSide:
         return StepMetadata(self._step, self.ranks.address, self._loads.take_planned(), bool(named))
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """Called when a request has finished. Orders its stores. Returns whether the engine must keep the request's
-        blocks until the workers have returned its id."""
+        """Called when a request has finished. Orders the ranks to store its blocks. Returns whether the engine must
+        keep the request's blocks until the workers have returned its id."""
         self.ranks.poll()
         tracker = self.ranks.requests.pop(int(request.request_id), None)
         if tracker is None:
@@ -107,7 +107,7 @@ class SchedulerSide:
         if not tracker.load and self.ranks.usable:
             self.ranks.unit.grow()
             graph = self._plan_stores(tracker, request, block_ids)
-        # `end_request` must follow the planning of the stores, because it marks all blocks of the request as used
+        # `end_request` must be called after `_plan_stores`, because it marks all blocks of the request as used
         # together.
         self.ranks.unit.manager.end_request(tracker.name)
         if graph is None and not tracker.may_be_named:
@@ -118,8 +118,8 @@ class SchedulerSide:
     def _plan_stores(
         self, tracker: RequestTracker, request: Any, block_ids: list[int]
     ) -> TransferGraph | None:
-        """Plans stores of the full blocks whose KV a finished request has certainly computed; None if nothing has to be
-        stored."""
+        """Plans the store ops for the full blocks whose KV a finished request has certainly computed; None if nothing
+        has to be stored."""
         if tracker.keys is None:
             return None
         tokens = request.get_tokens(0)

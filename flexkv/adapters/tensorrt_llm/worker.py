@@ -182,7 +182,7 @@ class WorkerSide(RankWorker):
         request waits until the engine cancels it.
 
         Args:
-            saving: ids of requests whose stores may start.
+            saving: ids of requests whose blocks may be stored.
             loading: ids of requests whose loads between steps may start.
 
         Returns:
@@ -288,7 +288,7 @@ class WorkerSide(RankWorker):
             self._dropped(job.graph.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
-            # The engine may pass the request's id to `finished` later than the cancellation arrives.
+            # The cancellation may arrive before the engine passes the request's id to `finished`.
             self._cancelled.add(request_id)
             return
         # An order that has not arrived by now never will, because after a cancellation the scheduler orders no load

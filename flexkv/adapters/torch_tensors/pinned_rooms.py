@@ -69,8 +69,9 @@ class PinnedRooms:
     Args:
         memory: allocates the rooms.
         layers: number of layers that have separate rooms.
-        deadline_s: most seconds that a layer waits for a room. The copy from the room may have to wait for the caller's
-            own work on the device, so a timeout is not an error: the rows are then copied from pageable memory.
+        deadline_s: largest number of seconds that a layer waits for a room. The copy from the room may have to wait for
+            the caller's own work on the device, so a timeout is not an error: the rows are then copied from pageable
+            memory.
     """
 
     def __init__(self, memory: PinnedMemory, layers: int, deadline_s: float) -> None:
