@@ -25,7 +25,7 @@ TierId = NewType("TierId", int)
 """Index of a tier in the order in which a lookup asks the tiers."""
 
 HUB = TierId(0)
-"""Host memory. Fetches from every other tier read into it, and writes to every other tier read from it."""
+"""The tier of host memory. Pages of every other tier are fetched into host memory and written from there."""
 
 EntryIds = NDArray[np.uint32]
 """Numbers of entries in a tier's native block index. Each lease or op pins each of its entries once."""
@@ -40,7 +40,7 @@ MOST_BLOCKS = 2**31
 more blocks than the engine."""
 
 NO_BLOCK = -1
-"""Replaces an engine block number at a position of a request for which the engine keeps no block."""
+"""Stands in a list of engine block numbers for a block of the request that the engine does not keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class OpRole(Enum):
     PROBE = "probe"
     """Asks a tier which pages it has."""
     SEAL = "seal"
-    """Makes pages visible whose bytes a store has already put in a tier."""
+    """Publishes pages whose bytes a store has already put in a tier."""
 
     # Enum's own hash is a Python call at each lookup in a table keyed by role. Members are equal only if they are
     # identical, so the hash of `object` is correct too.
@@ -281,8 +281,8 @@ class Completion:
 
 
 class CacheListener:
-    """Base class of listeners. A manager calls their methods, in order, when blocks become visible in host memory or
-    on the unit's own disks and when they are removed. The methods here do nothing."""
+    """Base class of listeners. A manager calls their methods, in order, when blocks become visible in host memory or on
+    the unit's own disks and when they are removed. In this base class the methods do nothing."""
 
     def on_publish(self, group: int, keys: Keys) -> None:
         """Called when blocks have become visible in host memory."""
@@ -291,8 +291,8 @@ class CacheListener:
         """Called when blocks in host memory are no longer visible: evicted, forgotten, expired or found bad."""
 
     def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
-        """Called when blocks have become visible on the unit's own disks. `generations` has, for each block, the number
-        of the write."""
+        """Called when blocks have become visible on the unit's own disks. `generations` has one number per block, which
+        identifies the write."""
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         """Called when blocks on the unit's own disks are no longer visible."""
@@ -325,10 +325,10 @@ class CacheManager(ABC):
         The new lease replaces the lease of the request's last lookup. Only pages that are published in host memory are
         promised, with two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks that are still being
         fetched are promised too. Their load waits for each page; a page fails if it does not arrive or is found bad.
-        From tiers with straight loads, whole blocks are promised without being fetched. Other pages that tiers have are
-        fetched unless the engine computes them sooner. When this method returns, they are being fetched (outcome
-        COMING), or the request waits until there are host slots for all of them (ASK_AGAIN). If a prefix is larger than
-        host memory, only as much of it as fits is fetched.
+        From tiers with straight loads (directly to engine blocks), whole blocks are promised without being fetched.
+        Other pages that tiers have are fetched unless the engine computes them sooner. When this method returns, they
+        are being fetched (outcome COMING), or the request waits until there are host slots for all of them (ASK_AGAIN).
+        If a prefix is larger than host memory, only as much of it as fits is fetched.
 
         If a load of the request failed to bring a page, the page is not promised to the request again by the same
         route. After two failed loads, nothing is promised to the request until `end_request`. `ManagerLimits.rest_s`
@@ -393,7 +393,7 @@ class CacheManager(ABC):
             The graph that every rank has to run; None if nothing has to be loaded.
 
         Raises:
-            ContractError: the request has no lease, or `blocks` are more than it was promised.
+            ContractError: the request has no lease, or `blocks` has more blocks than the lookup promised.
         """
 
     @abstractmethod
@@ -461,10 +461,11 @@ class CacheManager(ABC):
         slots of all other pages are freed. If an earlier load of the request is still in flight, no page becomes
         visible.
 
-        Load: pages that failed on any rank are forgotten, so that the next lookup misses them. Two kinds are kept:
-        pages of a cancelled load, and pages of a straight load whose content is not in doubt. When a rank reports
-        failed pages, the request's stores in flight are revoked from the first failed block on, as by `discard_from`.
-        After a `reset`, all blocks of an earlier load count as failed, because they contain KV of the old weights.
+        Load: pages that failed on any rank are forgotten, so that the next lookup misses them. Two kinds of failed
+        pages are kept: pages of a cancelled load, and pages that a straight load did not bring although their content
+        is not in doubt. When a rank reports failed pages, the request's stores in flight are revoked from the first
+        failed block on, as by `discard_from`. After a `reset`, all blocks of an earlier load count as failed, because
+        they contain KV of the old weights.
 
         Call order:
             Once per rank and op, after the rank has stopped moving the op's bytes.
@@ -532,8 +533,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`, drops expired pages, and ends each wait whose time was
-        over more than the longest `TierFacts.wait_s` ago. Returns the number of leases that it ended."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, drops expired pages, and ends each wait that ran out
+        more than the longest `TierFacts.wait_s` ago. Returns the number of leases that it ended."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

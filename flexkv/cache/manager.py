@@ -255,7 +255,7 @@ class LocalCacheManager(CacheManager):
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
-        """Updates the tiers that follow other units with the other units' changes of the pages with these keys."""
+        """Brings the tiers that follow other units up to date on the pages with these keys."""
         for follower in self._followers:
             for group, of_group in enumerate(keys):
                 follower.take_news(group, of_group)

@@ -22,8 +22,8 @@ limit bounds the memory for requests whose end is never reported."""
 
 
 MOST_STORED = 4
-"""Maximum number of entries from stores that are kept per block before they are joined. Without this limit, a block
-that is offered again and again because its store fails would add entries without end."""
+"""Maximum number of entries from stores, per block, before `AccessOrder` joins its arrays into one. Without this limit,
+a block that is offered again and again because its store fails would add entries without end."""
 
 Part = tuple[int, NDArray[np.integer] | None, EntryIds]
 """First block number, the blocks' positions relative to it (None if consecutive), and the entry of each block."""
@@ -133,7 +133,7 @@ class AccessOrders:
 
         Args:
             before: per group, entries of the blocks that the engine has itself; empty for no blocks.
-            promised: per group, the share that the lookup promised; empty if it promised nothing.
+            promised: per group, the blocks that the lookup promised; empty if it promised nothing.
         """
         if not before and not promised and request_id not in self._access_orders:
             return
@@ -142,7 +142,7 @@ class AccessOrders:
             if promised:
                 share = promised[group]
                 first_block, entries = share.first_block, share.entries
-                if len(entries) != share.blocks:  # a tail follows
+                if len(entries) != share.blocks:  # the last entry is the tail's
                     entries = entries[: share.blocks]
             order.put_lookup(before[group] if before else NO_ENTRIES, first_block, entries)
 

@@ -1,4 +1,4 @@
-"""Recent times of fetching pages from each tier, of loading them, and of computing them instead."""
+"""Measures how long it takes to fetch pages from each tier, to load them, and to compute them instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class LinearFit:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def see(self, units: float, seconds: float, now_s: float) -> None:
-        """Adds a sample: `units` took `seconds` seconds. `now_s` is the time on a clock that never runs backwards."""
+        """Adds a sample: `units` pages or tokens took `seconds` seconds. `now_s` is the time on a clock that never runs
+        backwards."""
         fade = 1.0 - 1.0 / MEMORY_SAMPLES
         self._n = self._n * fade + 1.0
         self._x = self._x * fade + units

@@ -76,8 +76,8 @@ class Inserted:
 
     Attributes:
         positions: positions of the pages in the offered keys, uint32 [pages], ascending.
-        entries: index entries of the pages, uint32 [pages], pending; pinned once for the fetch and once for the waiting
-            request.
+        entries: index entries of the pages, uint32 [pages], not visible yet; pinned once for the fetch and once for the
+            waiting request.
         slots: host slots of the pages, int32 [pages].
         whole: whether every offered key is among these pages.
     """

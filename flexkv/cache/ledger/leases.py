@@ -94,8 +94,8 @@ class GroupLease:
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """Returns a share of this share's blocks and the blocks `held`, which follow them in the request. Precondition:
-        all these blocks are in host memory.
+        """Returns a new share: this share's blocks, then the blocks in `held`, which follow them in the request.
+        Precondition: all these blocks are in host memory.
         """
         return GroupLease(
             np.concatenate((self.entries, held.entries)),

@@ -193,7 +193,7 @@ class RankOp(Op):
         request_id: id of the request to which the pages belong.
         first_block: index in the request of the block at position 0.
         positions: page i is block `first_block + positions[i]` of the request; integers of any dtype, ascending.
-        waits_for: numbers of the request's loads that were in flight when this store was planned. If one of them is
+        waits_for: op numbers of the request's loads that were in flight when this store was planned. If one of them is
             still in flight when the store ends, the store is not published.
         digests: for a store straight to a tier, by rank, the run digests that the rank has reported for every page;
             empty for other ops.
@@ -207,7 +207,7 @@ class RankOp(Op):
         source_failed: for a load straight from a tier, whether pages failed because of the tier or the route from it,
             not because of their content.
         revoked: which pages of a store must not be published, bool [pages].
-        load: number of the first op of the load that this op is part of; None until the whole load is planned.
+        load: op number of the first op of the load that this op is part of; None until the whole load is planned.
         abandoned: for a load, whether its request has ended or the engine has withdrawn the load.
         reasons: the ranks' reports about failures, one text per rank that gave a reason.
         loss: why a rank did not begin this store; None if no rank gave such a reason.
@@ -301,7 +301,7 @@ class RankOp(Op):
 
 
 class OpTable:
-    """The ops in flight, by number and by request, and the numbers of their pages and ops by role and tier.
+    """The ops in flight, found by op number or by request. Also counts these ops and their pages by role and tier.
 
     Args:
         clock: returns seconds and never runs backwards.
@@ -339,11 +339,12 @@ class OpTable:
         return op_id in self._ops
 
     def pages(self, role: OpRole, tier: TierId | None = None) -> int:
-        """Returns the number of pages in flight in ops of a role and tier; if `tier` is None, of all tiers."""
+        """Returns how many pages the ops of this role and tier have in flight; if `tier` is None, the ops of all
+        tiers."""
         return self._all_pages[role] if tier is None else self._pages.get((role, tier), 0)
 
     def count(self, role: OpRole, tier: TierId) -> int:
-        """Returns the number of ops of a role and tier in flight."""
+        """Returns how many ops of this role and tier are in flight."""
         return self._counts.get((role, tier), 0)
 
     def any_of(self, role: OpRole) -> bool:

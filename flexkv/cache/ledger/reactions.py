@@ -26,8 +26,8 @@ class Reactions:
             REUSE.
         answered: called with (request, keys, start in tokens, settings) when a tier has answered a question for which
             the request waited.
-        undone: called without arguments after an interrupted plan was undone, so that the objects that keep counts of
-            pages correct them.
+        undone: called without arguments after an interrupted plan was undone. The objects that count pages then correct
+            their counts.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing

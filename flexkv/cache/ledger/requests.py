@@ -102,8 +102,8 @@ class RequestLedger:
         return lease
 
     def leased_before(self, since_s: float) -> list[str]:
-        """Returns the requests whose lease was made before `since_s`. Examines only these and the next one, because
-        leases are kept in the order in which they were made."""
+        """Returns the requests whose lease was made before `since_s`. Examines only their leases and the next one,
+        because leases are kept in the order in which they were made."""
         expired = []
         for request_id, lease in self._leases.items():
             if lease.since_s >= since_s:
@@ -147,7 +147,7 @@ class RequestLedger:
         return {} if wait is None else wait.skipped
 
     def probe_of(self, request_id: str, tier: TierId, tail: bool) -> OpId | None:
-        """Returns the number of the question that the tier was asked for the request; None if it was not asked.
+        """Returns the op number of the question that was sent to the tier for the request; None if none was sent.
 
         Args:
             tail: whether the question was for the request's tail rather than for whole blocks.
@@ -156,7 +156,7 @@ class RequestLedger:
         return None if wait is None else wait.probed.get((tier, tail))
 
     def probed(self, request_id: str, tier: TierId, tail: bool, op_id: OpId) -> None:
-        """Records the number of the question that the tier was asked for the request."""
+        """Records the op number of the question that was sent to the tier for the request."""
         self.waits.setdefault(request_id, Wait()).probed[tier, tail] = op_id
 
     def hold(self, request_id: str, pages: HeldPages) -> None:

@@ -2,8 +2,8 @@
 
 A plan pins entries, takes slots and adds ops to tables, and an exception may come between any two of these steps. So
 the steps are not undone one by one. Instead, the call's ops that are not in the outbox are removed from the tables.
-Then every pin that no table accounts for is ended. If the end of an op is interrupted, it is not repeated, because
-parts of it may have been done. All pages of the op count as failed.
+Then every pin that no table accounts for is ended. If a call that ends an op is interrupted, it is not repeated,
+because parts of its work may have been done. All pages of the op then count as failed.
 """
 
 from __future__ import annotations

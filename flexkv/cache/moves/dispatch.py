@@ -122,7 +122,7 @@ class TierWork:
 
     def answered(self, op_id: OpId) -> None:
         """Ends a question that a tier has answered or will never answer. Does nothing if no such question is in flight,
-        because its plan was interrupted."""
+        which happens if its plan was interrupted."""
         op = self._tables.ops.find(op_id)
         if not isinstance(op, ProbeOp):
             return
@@ -234,7 +234,8 @@ class TierWork:
             known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
         for number in self._writes:
             tier = self._tables.tiers[number]
-            # A tier that is down and gets pages as they become visible has counted these pages already.
+            # If the tier is down and its write mode is THROUGH or BACK, these pages were counted when they became
+            # visible.
             if not tier.down or tier.facts.write not in (WriteMode.THROUGH, WriteMode.BACK):
                 tier.counts.lost += int(np.count_nonzero(~known))
 

@@ -1,4 +1,4 @@
-"""Fetches: reads of pages from other tiers to host memory."""
+"""How pages of other tiers are fetched to host memory: plans the fetches and records their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FetchedPages:
     Attributes:
         entries: the pages' entries in the index of host memory, uint32 [pages].
         slots: the pages' host slots, int32 [pages].
-        fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages].
+        fetches: op number of the fetch that brings each page, 0 for a page that is in host memory, int64 [pages].
     """
 
     entries: EntryIds
@@ -261,8 +261,8 @@ class Promotions:
         if given.whole:
             plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
-        # Some of the pages got no slot: no slot could be freed, or the page is already in host memory after a gap, or
-        # the page is being stored.
+        # Some pages got no slot: no slot could be freed, or the page is already in host memory although pages before it
+        # are not, or the page is being stored.
         new = np.zeros(len(keys), np.bool_)
         new[given.positions] = True
         if len(given.positions):
@@ -335,8 +335,8 @@ class Promotions:
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
-    """Returns which pages the tier may no longer have although its index lists them, bool [pages]. A fetch or page that
-    was never begun says nothing about the tier's content.
+    """Returns which pages the tier may no longer have although its index lists them, bool [pages]. If the fetch of a
+    page never began, its failure says nothing about the tier's content.
     """
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)

@@ -1,4 +1,4 @@
-"""Writes of pages from host memory to one tier."""
+"""How pages are written from host memory to one tier: queues them, plans the writes and records their results."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ class WriteQueue:
         """Queues, whatever the write mode, the pages in host memory that are not pinned and that the tier lacks. Does
         nothing if the tier is not in use or does not have `TierFacts.write_at_close`.
 
-        The most recently used pages come first, each chain from its start, and only as many as the tier can hold. The
-        other pages count as dropped. Pages in the queue are not queued twice, so that the queue stays bounded however
-        often this is called.
+        The most recently used pages come first (a prompt's first page before its later pages), and only as many as the
+        tier can hold. The other pages count as dropped. Pages in the queue are not queued twice, so that the queue
+        stays bounded however often this is called.
         """
         if self._tier.in_use and self._tier.facts.write_at_close:
             self._offer_host()

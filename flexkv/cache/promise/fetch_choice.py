@@ -1,4 +1,5 @@
-"""Decides which pages are fetched, and which are left to the engine because it computes them sooner."""
+"""Decides which pages are fetched, and which are left to the engine because it computes them before they would
+arrive."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ class FetchChoice:
         if not self._enabled or not self._tables.cost.fetch_is_known((tier,), self._tables.clock()):
             return True
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier)}
-        # If the tier has fewer of these pages, the lookup after its answer decides again.
+        # If the tier turns out to have fewer of these pages, the lookup that follows its answer decides again.
         return (
             self._tables.cost.worth({tier: np.array([pages])}, queued, np.array([True]), np.array([tokens]))
             > 0

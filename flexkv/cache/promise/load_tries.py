@@ -7,8 +7,8 @@ not forget them, and every lookup would find them again. So a request has two tr
 pages that the first try failed to bring. If the second try fails too, the engine computes the request.
 
 Other engines cannot compute the pages that a load did not bring. They end the request, and the client sends it again
-with a new id. With such an engine, no request gets a new promise for a while after a failed load, unless the failed
-route is one that pauses by itself.
+with a new id. With such an engine, no request gets a new promise for a while after a failed load, unless it was a load
+straight from a tier and its route failed. Such a route pauses by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestTries:
 
     Attributes:
         failures: number of loads that failed, at most `TRIES`.
-        last: number of the first op of the last failed load; None before the first failure.
+        last: op number of the first op of the last failed load; None before the first failure.
         first_token: position of the first token of the first page that a load from host memory did not bring; None if
             no such load has failed.
         straight: whether a straight load from another tier has failed, so that pages must be fetched to host memory
@@ -98,7 +98,7 @@ class LoadTries:
                 del self._requests[next(iter(self._requests))]
             known = self._requests[op.request_id] = RequestTries()
         if known.last != op.load:
-            # All ranks and ops of one load count as one failure.
+            # Failures on several ranks or in several ops of one load count as one failure.
             known.failures, known.last = min(TRIES, known.failures + 1), op.load
         if op.straight:
             known.straight = True

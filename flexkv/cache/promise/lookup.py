@@ -130,7 +130,7 @@ class Lookup:
         those that would be loaded straight. Nothing is fetched unless `same_blocks`.
 
         Returns:
-            Number of fetches and answers in flight for which the request waits, including those that other requests
+            Number of fetches and questions in flight for which the request waits, including those that other requests
             began.
         """
         if not ask.tiers or not self.same_blocks or most_pages < len(ask.keys):

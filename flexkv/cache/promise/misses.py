@@ -1,4 +1,5 @@
-"""Finds and counts the reasons why lookups do not promise more. The reasons are the members of `MissReason`."""
+"""Finds and counts the reasons why lookups promise fewer tokens than were asked for. The reasons are the members of
+`MissReason`."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Misses:
         end = lease.start_tokens + lease.tokens
         if lease.cut:
             return MissReason.QUEUE_FULL
-        # The limit of a lookup's keys is the reason only if the promise ends there.
+        # `ask.bound`, which says why keys were left out of the lookup, counts only if the promise ends where its keys
+        # end.
         if ask is not None and ask.bound is not None and self._lookup.may_end_at(ask, end):
             return ask.bound
         if looked.left_out is not None:

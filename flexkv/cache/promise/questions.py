@@ -1,5 +1,5 @@
-"""Questions to tiers about the pages that they have, for tiers of whose pages this unit has no index. For each request,
-such a tier is asked once about whole blocks and once about a tail.
+"""Asks tiers which pages they have, if this unit has no index of their pages. For each request, such a tier is asked
+once about whole blocks and once about a tail.
 """
 
 from __future__ import annotations

@@ -130,8 +130,8 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # The request does not lease pages in host memory that follow a gap. These pages must not be evicted to
-                # free slots for the request's fetch, so they count as needed.
+                # The request does not lease pages in host memory that come after a missing page. These pages must not
+                # be evicted to free slots for the request's fetch, so they count as needed.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking

@@ -1,4 +1,4 @@
-"""Lookups of partial tails: the tokens after the last whole block, with one key for each possible number of tokens."""
+"""Looks up partial tails: the tokens after the last whole block, with one key for each possible number of tokens."""
 
 from __future__ import annotations
 

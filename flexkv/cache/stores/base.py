@@ -152,7 +152,7 @@ class StoreRequest(ABC):
         """
 
     def storable(self, tokens: int) -> int:
-        """Returns how many of the request's first `tokens` tokens may be stored by its settings."""
+        """Returns how many of the first `tokens` tokens the request's settings allow to be stored."""
         most = self.settings.max_store_tokens
         return tokens if most is None else min(tokens, most)
 
@@ -173,12 +173,12 @@ class StepBlocks(Protocol):
 
 
 class StoreOrders(Protocol):
-    """The stores of one step.
+    """The graphs that store blocks in one step.
 
     Attributes:
-        early: stores that are submitted before the step's forward pass, of blocks that were complete before the step.
-        stores: stores that are submitted after the forward pass, of blocks that it completes.
-        settled: stores that are submitted together with `stores`, of blocks that the forward pass only reads.
+        early: graphs that store blocks that were complete before the step; submitted before the step's forward pass.
+        stores: graphs that store blocks that the forward pass completes; submitted after it.
+        settled: graphs that store blocks that the forward pass only reads; submitted together with `stores`.
     """
 
     early: list[TransferGraph]
@@ -252,13 +252,13 @@ class StoreWatch:
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches the blocks of a store in flight. The blocks belong to a hold that still watches them (see
+        """Watches the blocks of a store in flight. These are blocks that an earlier call of `hold` still watches (see
         `still_held`)."""
         self.ops[op_id] = blocks
 
     def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks or is about to lose them. From then on, the request's blocks
-        that are in stores in flight count against `room`."""
+        """Called when a request no longer holds its blocks or is about to lose them. From then on, those of its blocks
+        that stores in flight read count against `room`."""
 
     def end(self, op_id: OpId) -> None:
         """Stops watching the blocks of a store that has ended on every rank."""
@@ -279,7 +279,7 @@ class StoreWatch:
         """Stops watching held blocks."""
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """Returns the number of leading blocks of `block_ids` that a hold still watches."""
+        """Returns the number of leading blocks of `block_ids` that an earlier call of `hold` still watches."""
         return 0
 
     # --- the pool ---

@@ -1,5 +1,5 @@
-"""Eager stores of windows, chunks and states, at the boundaries that a step reaches. The pages cannot be stored later,
-because in the next step the engine may give some of their blocks to another request.
+"""Plans the eager stores (`eager.py`) of windows, chunks and states at the boundaries that a step reaches. The pages
+cannot be stored later, because in the next step the engine may give some of their blocks to another request.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class BoundaryStores:
         """
         if self.boundaries.handed_over:
             return self.boundaries.among(step.states(request.request_id))
-        # Not every block in the table contains a state. Only a step that ended at the block has written one, and a
-        # failed load leaves blocks in the table too.
+        # A block in the table contains a state only if a step ended at that block. A failed load leaves blocks without
+        # a state in the table.
         return [(request.states_at, NO_STATES)] if request.states_at <= request.certain else []
 
     def _plan_pages_at(

@@ -109,8 +109,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Drops the pending blocks of each hold from the first block in `blocks` on. Stores in flight are not affected:
-        the caller revokes them by request.
+        """In each hold (see `holds.py`), drops the pending blocks from the first one that is in `blocks` on. Stores in
+        flight are not affected: the caller revokes them by request.
         """
         if self.holds:
             bad = set(blocks)
@@ -208,7 +208,7 @@ class EagerStores(RequestStores):
 
         Args:
             holder: id of the request while it holds its blocks; None at its end.
-            held: whether a hold watches the blocks.
+            held: whether the blocks belong to a hold (see `holds.py`).
         """
         table = request.tables[group]
         graphs: list[TransferGraph] = []
@@ -240,8 +240,8 @@ class EagerStores(RequestStores):
             if (graph := self.note_plan(request, group, plan, first, holder, held)) is not None:
                 graphs.append(graph)
         if fits < end and table.cursor >= fits:
-            # Host memory is full of this request's own blocks. Further blocks would evict earlier ones, without which
-            # no hit reaches them.
+            # Host memory is full of this request's own blocks. Further blocks would evict earlier ones, and a hit
+            # cannot include a block without the blocks before it.
             self.count(end - table.cursor, PageLoss.NO_SLOT)
             table.cursor = end
         table.has_pending = table.cursor < end

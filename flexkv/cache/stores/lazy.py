@@ -74,8 +74,8 @@ class LazyStores(RequestStores, CacheListener):
             orders.early.append(graph)
 
     def plan_before_load(self, blocks: int) -> TransferGraph | None:
-        """Plans stores of the free blocks that the engine may give to the load, which may be more than a step needs.
-        If the load takes blocks before they are stored, a later step counts them as missed.
+        """Plans stores of the free blocks that the engine may give to the load. A load may take more blocks than a
+        step. If the load takes blocks before they are stored, a later step counts them as missed.
         """
         return self._plan_free(blocks + self._ahead)
 
@@ -137,7 +137,8 @@ class LazyStores(RequestStores, CacheListener):
         # own cache and belong to other requests too, so this request's settings do not apply to them.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
         if request.settings.ttl_s is not None:
-            # A block's time to live would begin when the block is stored, which may be much later. So none is stored.
+            # A block's time to live would begin when the block is stored, which may be much later. So none of the
+            # request's own blocks is stored.
             first = min(first, request.own_from)
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))

@@ -1,4 +1,5 @@
-"""The contract of a store planner, and the common part of the two planners that store (`eager.py`, `lazy.py`)."""
+"""The contract of a store planner, and the common part of the two planners that store blocks (`eager.py`,
+`lazy.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 
 
 class StorePlanner:
-    """Plans one engine's stores. The scheduler's thread calls all methods. They never wait.
+    """Plans the stores of one engine. The scheduler's thread calls all methods. They never wait.
 
     This class itself plans no stores: it is for engines that only read the cache.
 
@@ -56,8 +57,8 @@ class StorePlanner:
 
     def load_failed(self, blocks: Iterable[int]) -> None:
         """Called with engine blocks that have no valid KV: blocks that a load failed to fill, and blocks that were
-        computed from them by requests that no longer hold them. For blocks of live requests, the caller sets `cursor`
-        and `suspect_from` instead."""
+        computed from these by requests that have ended or were preempted. For blocks of live requests, the caller sets
+        `cursor` and `suspect_from` instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
         """Called when a load has failed and the engine does not compute its blocks again. The request then has wrong KV
@@ -77,8 +78,8 @@ class StorePlanner:
 
 
 class RequestStores(StorePlanner):
-    """The common part of the planners that store. It watches the blocks of stores, counts blocks that are not stored,
-    and prevents stores of KV that was computed with replaced weights or from a failed load."""
+    """The common part of the planners that store blocks. It watches the blocks that stores in flight read, counts
+    blocks that are not stored, and does not store KV that was computed with replaced weights or from a failed load."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.parts = parts
@@ -113,7 +114,7 @@ class RequestStores(StorePlanner):
 
         Args:
             holder: id of the request if it holds the blocks; None if it is about to lose them or has lost them.
-            held: whether the blocks are watched by a hold.
+            held: whether the blocks belong to a hold (see `holds.py`).
         """
         if self.parts.events is not None:
             self.parts.events.planned(request, group, plan, first_block)

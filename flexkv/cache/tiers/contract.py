@@ -49,7 +49,8 @@ class WriteMode(Enum):
     BACK = "back"
     """A page is written when the tier is idle, at the latest before the page is evicted from host memory."""
     EVICT = "evict"
-    """A page is written before it is evicted from host memory. Fewest writes, but a crash loses all pages in memory."""
+    """A page is written before it is evicted from host memory. Fewer writes than with BACK, but a crash loses all pages
+    in memory."""
     REUSE = "reuse"
     """A page is written when it is used again from host memory, because it may then be used once more."""
     OFF = "off"
@@ -65,7 +66,8 @@ class TierFacts:
         wait_s: seconds for which a request waits for this tier before it continues without the tier's pages.
         streams: whether pages that are being fetched may be promised. Requires an engine that computes the pages that a
             load did not bring. The plane marks each page as arrived or failed in the host pool before its op ends.
-        stream_layers: whether streamed fetches bring ranges of layers of all their pages, one range after the other.
+        stream_layers: whether a streamed fetch brings one range of layers of all its pages, then the next range, and so
+            on.
         fetch_pages: maximum number of pages being fetched; a longer hit is cut.
         fetch_ops: maximum number of fetches in flight; also the maximum number of writes in flight.
         write: when pages of host memory are written to this tier.
@@ -354,8 +356,9 @@ class Keeper(ABC):
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
-        """Removes up to `most` keys of one group from the orphans, and returns the group and the keys. This unit should
-        copy their pages: it left them out, and no running peer keeps them. Looks at no more than `most` records.
+        """Returns a group and up to `most` keys of its orphans, and removes these keys from the list of orphans. This
+        unit should copy their pages: it left them out, and no running peer keeps them. Looks at no more than `most`
+        records.
 
         Call order:
             Followed by `put_back` for keys whose copy could not begin, and by `end_orphans` when no copy is in flight.
@@ -436,8 +439,8 @@ class Tier(ABC):
 
     @abstractmethod
     def poll(self, now_s: float) -> None:
-        """Updates the tier with events of its storage: lost disks, pages that became durable, a store that does not
-        answer. Called a few times per second."""
+        """Updates the tier with events of its storage: lost disks, pages that became durable, a remote store that does
+        not answer. Called a few times per second."""
 
     def go_down(self, reason: str) -> None:
         """Takes the tier out of use and logs the reason. Does nothing if the tier is already down."""
