@@ -10,7 +10,8 @@ def at_least_one(text: str) -> int:
     without a round there is no median.
 
     Raises:
-        argparse.ArgumentTypeError: `text` is not such a number; `argparse` then prints the usage and ends the program.
+        argparse.ArgumentTypeError: `text` is not a whole number of at least 1; `argparse` then prints the usage and
+            ends the program.
     """
     number = int(text) if text.strip().lstrip("+").isdecimal() else 0
     if number < 1:

@@ -3,8 +3,8 @@ are on disk, where an earlier process stored them, or in host memory. The times 
 are computed in full.
 
 Each round has its own documents, which are only on disk when the round begins. Two engines take turns, one without
-`disk.stream` and one with it, each with its own folder. Every round measures each method once, so that other work on
-the machine affects all methods alike.
+`disk.stream` and one with it, each with its own cache folder. Every round measures each method once, so that other work
+on the machine affects all methods alike.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Prompts:
             engine.generate([request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, ratio: float | None) -> tuple[float, float]:
-        """Lets the engine answer the prompt. Returns the seconds to the first token, and the CPU seconds. `ratio` is
-        the blending ratio; if it is None, the engine computes the prompt in full.
+        """Lets the engine answer the prompt. Returns the seconds to the first token, and the CPU seconds that the
+        answer takes. `ratio` is the blending ratio; if it is None, the engine computes the prompt in full.
         """
         blend = None if ratio is None else {"segments": self.segments, "ratio": ratio}
         before = engine.call("processor_seconds")["seconds"]

@@ -57,8 +57,8 @@ class Walk:
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
         """Counts one call. `sys.setprofile` installs this function."""
         code = frame.f_code
-        # Comprehensions and lambdas are not counted: for a reader they are not separate steps, and newer Pythons make
-        # no frame for a comprehension.
+        # Comprehensions and lambdas are not counted: for a reader they are not separate steps, and newer versions of
+        # Python make no frame for a comprehension.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
             return
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
@@ -94,8 +94,8 @@ def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
     """Returns, for a store and for a load, the counts of the run with the fewest calls.
 
     Raises:
-        RuntimeError: the request that stores found tokens in a cache, or the request that loads did not find exactly
-            one block.
+        RuntimeError: the request that stores a block found tokens in a cache, or the request that loads a block did not
+            find exactly one.
     """
     least: dict[str, dict[str, Any]] = {}
     for number in range(runs + 1):

@@ -151,8 +151,8 @@ def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str,
 
 
 def bench_manager(rounds: int) -> tuple[list[Row], float]:
-    """Times lookups, and plans of loads and stores, through the complete manager, Python included. Returns the rows,
-    and the memory per cached block in bytes.
+    """Times lookups, and the planning of loads and stores, through the complete manager, Python included. Returns the
+    rows, and the memory per cached block in bytes.
     """
     manager = new_manager()
     keys = random_keys(CACHED_BLOCKS, 0)
@@ -268,7 +268,7 @@ def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Ro
 
 
 def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) -> Row:
-    """Times the plan of a store while other stores in flight hold all free slots, so that the plan itself must evict
+    """Times the planning of a store while other stores in flight hold all free slots, so that planning must evict
     blocks.
     """
     watch = Stopwatch()
@@ -337,8 +337,9 @@ def bench_index(rounds: int) -> list[Row]:
 
 
 def full_index(keys: Keys) -> c_ext.BlockIndex:
-    """Returns an index with the keys `keys`. It inserts REQUEST_BLOCKS keys at a time, like stores of complete
-    requests."""
+    """Returns an index with the keys `keys`. The keys are inserted REQUEST_BLOCKS at a time, as a store of a complete
+    request inserts them.
+    """
     index = c_ext.BlockIndex([len(keys)])
     index.grow(0, len(keys))
     flags = np.ones(REQUEST_BLOCKS, np.uint8)
@@ -349,7 +350,7 @@ def full_index(keys: Keys) -> c_ext.BlockIndex:
 
 def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
     """Returns the keys of a request whose blocks come alternately from two chains: `blocks` blocks of the first chain,
-    as many of the second, and so on from the beginning of both chains.
+    as many of the second, and so on. Each chain's blocks come in order, from the beginning of the chain.
     """
     parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
     return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))

@@ -1,9 +1,10 @@
-"""Compares the disk tier with fio and with a raw I/O loop ("bare"). The loop uses the same kind of ring, slab, huge
-pages and queue depth, but has no trailer, digest or index.
+"""Compares the disk tier with fio and with a raw I/O loop ("bare"). The loop uses the same kind of io_uring ring, slab
+file and huge pages, and the same queue depth, but has no trailer, digest or index.
 
 Each round runs every method once, in random order, so that noise affects all methods alike. Figures are medians of
 payload GB/s. CPU time is user and system time of all threads of the process; fio reports its own CPU time. A write ends
-when it is durable: for the tier when its journal reports that, for the raw loop after one fdatasync at its end.
+when it is durable: for the tier when its journal reports it as durable, for the raw loop after one fdatasync at its
+end.
 
 - `fill` is the first pass of writes over a new slab, `ahead` a first pass after the idle disk has cleared the slots in
   advance, and `write` a later pass.
@@ -152,7 +153,7 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, float]:
     """Measures the milliseconds from the end of a page's write until the page is durable, while pages are written
-    without a pause. Samples are taken every LAG_BYTES.
+    without a pause. Pages are written in batches of LAG_BYTES.
     """
     rig = Rig(folder, page_bytes, slots)
     rig.batch = LAG_BYTES // page_bytes

@@ -54,7 +54,9 @@ def raw_loop() -> ctypes.CDLL:
 
 
 def group_of(page_bytes: int) -> DiskGroup:
-    """A KV group of LAYERS layers, each with a run of K and a run of V, whose pages have `page_bytes`."""
+    """Returns a KV group of LAYERS layers whose pages are `page_bytes` long. Each layer has a contiguous run of K and
+    one of V.
+    """
     run = page_bytes // (2 * LAYERS)
     runs = np.array([(i * run, run, i // 2) for i in range(2 * LAYERS)], np.int64)
     return DiskGroup("benchmark", (page_bytes,), (runs,), BLOCK_TOKENS)

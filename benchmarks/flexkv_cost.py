@@ -3,8 +3,8 @@ threads.
 
 `vllm_overhead` compares two engines, but the noise of vLLM's own threads is larger than flexkv's cost. This program
 runs one engine with a clock on every hook of the connector, so flexkv's own time is exact to microseconds. The program
-compares it with the CPU time that the rest of the engine takes for the same requests. The prompts are new, so no
-request hits; the time of stores is included.
+compares flexkv's time with the CPU time that the rest of the engine takes for the same requests. The prompts are new,
+so no request finds cached blocks; the time to store blocks is included.
 
     python -m benchmarks.flexkv_cost [--runs 9] [--json out/flexkv_cost.json] [--check]
 """

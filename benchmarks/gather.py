@@ -3,8 +3,8 @@ and buffers far larger than the CPU caches.
 
 Prints medians of interleaved rounds, and ratios; `--json PATH` also writes them to a file. "flat_pages" and
 "flat_whole" are plain memcpy of the same bytes, page by page and in one call. "flat_streaming" is flexkv's own copy of
-pages that are one run. "torch best" is the fastest of a strided copy_ per block, a copy_ per run, and index_select with
-copy_ (index_copy_ for scatter).
+pages that are one contiguous run. "torch best" is the fastest of a strided copy_ per block, a copy_ per run, and
+index_select with copy_ (index_copy_ for scatter).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ MANY_BLOCKS = 1024
 
 
 def beside_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for the engine's own work while loads and stores run."""
+    """Returns the goals for the speed of the engine's own work while loads and stores run."""
     measured = [row for row in rows if row["factor"] is not None and row["pinned"]]
     one_way = [row for row in measured if row["direction"] != BOTH]
     by_engine = [row for row in one_way if row["path"] != KERNEL]
@@ -51,7 +51,7 @@ def beside_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
-    """Goals for single layerwise loads and single stores while nothing else runs.
+    """Returns the goals for the time of single layerwise loads and single stores while nothing else runs.
 
     Args:
         link_gbps: measured rate of one contiguous load in GB/s; None if it was not measured.
@@ -86,7 +86,7 @@ def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
 
 
 def processor_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for the CPU time of the process that makes the copies."""
+    """Returns the goals for the CPU time of the process that makes the copies."""
 
     def cores(idle: bool, kernel: bool = False) -> float | None:
         return most(

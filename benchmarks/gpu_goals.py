@@ -12,8 +12,9 @@ KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
 """A row's note contains this text only if GPUDirect Storage was used. `GDSManager.describe` writes the text."""
 FEW = 8
-"""Maximum number of multiprocessors that a layout transform takes from the engine, for results that do not contain this
-number."""
+"""Maximum number of multiprocessors that a layout transform takes from the engine. This value is used for results that
+do not state the number.
+"""
 ANY_LENGTH = 1 << 40
 
 
@@ -39,7 +40,7 @@ def goals(bench: Mapping[str, Any]) -> list[Goal]:
 
 
 def _rate_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals for how close the lanes come to the rate of one contiguous copy."""
+    """Returns the goals for how close the lanes come to the rate of one contiguous copy."""
 
     def share(smallest: int, largest: int, direction: str) -> float | None:
         return least(

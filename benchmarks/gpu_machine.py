@@ -48,7 +48,7 @@ def machine(device: int) -> dict[str, str]:
 
 
 def said(command: list[str]) -> str:
-    """Runs a program and returns its output, or the reason why there is none; never empty."""
+    """Runs a program and returns its output, or the reason why there is none. The text is never empty."""
     if shutil.which(command[0]) is None:
         return f"unknown: no {command[0]} here"
     try:
@@ -77,7 +77,9 @@ def gpus() -> int:
 
 
 def not_here() -> dict[str, str]:
-    """Returns the measurements that are impossible on this machine: name in docs/gpu-results.md -> reason."""
+    """Returns the measurements that are impossible on this machine: maps each one's name in docs/gpu-results.md to the
+    reason.
+    """
     found = {}
     if (count := gpus()) < 2:
         for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):

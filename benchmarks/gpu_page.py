@@ -144,8 +144,8 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 
 def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Returns each machine's facts, with the stages that ran on it. If only the dates of two stages differ, they ran on
-    one machine, for which the first date is shown.
+    """Returns each machine's facts, with the stages that ran on it. Stages whose facts differ only in the date count as
+    run on one machine. It is shown with the first date.
     """
     found: dict[str, tuple[tuple[tuple[str, str], ...], list[str]]] = {}
     for stage in stages:

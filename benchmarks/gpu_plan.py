@@ -56,7 +56,7 @@ ENGINES = {
 CARRIED = "the core that is here was built with CUDA"
 TORCH_MISSING = "torch is not installed: the tests hold pools in its tensors"
 SMOKE = "(every_byte and 4096 and not 80) or capture or digests or measured"
-"""pytest's `-k` expression for the tests that `smoke` runs within a minute: a few of every copy path."""
+"""pytest's `-k` expression for the tests that `smoke` runs within a minute: a few tests of every copy path."""
 SANITIZED = {
     "memcheck lanes": "memcheck and test_transfer_gpu",
     "memcheck staged transfers": "memcheck and test_gds_gpu",
@@ -258,8 +258,8 @@ def _sanitize(out: Path) -> list[Step]:
 
 
 def _lacks_testing(step: str) -> str:
-    """Returns why a step cannot run if it needs the tests' own extension and the extension is missing. Otherwise
-    returns an empty text.
+    """If the step needs the tests' own extension and the extension is missing, returns why the step cannot run.
+    Otherwise returns an empty text.
     """
     needed = "disk lane" in step
     return NO_TESTING if needed and find_spec("tests.testing_ext") is None else ""

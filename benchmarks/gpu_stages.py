@@ -78,7 +78,7 @@ def stage_file(folder: Path, stage: str) -> Path:
 
 
 def read_stage(folder: Path, stage: str) -> dict[str, Any]:
-    """Reads what a stage has written so far. If the stage never ran, the content has no steps.
+    """Reads what a stage has written so far. If the stage never ran, the returned content has no steps.
 
     Raises:
         UnreadableError: the file was not written by a stage, or is incomplete.
@@ -107,7 +107,7 @@ def run_stage(
     Args:
         folder: folder of results; created if it does not exist.
         machine: facts about this machine, by name.
-        not_here: measurements of all stages that this machine cannot run -> the reason.
+        not_here: the measurements that this machine cannot run, from all stages, each with the reason.
         again: whether to run steps again that have a result.
         began_s: when the stage's time began, by `time.monotonic`; None if it begins now.
     Raises:
@@ -142,7 +142,7 @@ def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dic
 
     Raises:
         RefusedError: the records are from another machine or from another version of the source, so they must not be
-            shown as results of this one.
+            shown as results of this machine and source.
     """
     try:
         content = read_stage(folder, stage)
@@ -210,15 +210,16 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            # If a process could not be ended, it would distort every later measurement.
+            # The stage runs no further steps if a process could not be ended, because it would distort their
+            # measurements.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
 
 
 def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
-    """Returns how many seconds the first of the steps with the limits `limits_s` may take. This is its own limit. If
-    `left_s` is less than the sum of all limits, it is the step's proportional share of `left_s`. Time that a step does
-    not use goes to later steps.
+    """Returns how many seconds the first of the steps with the limits `limits_s` may take: its own limit or, if all
+    limits together exceed `left_s`, its proportional share of `left_s`. Time that a step does not use goes to later
+    steps.
     """
     return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 

@@ -31,7 +31,7 @@ def hooks_of(kind: type) -> tuple[str, ...]:
 
 
 class Ledger:
-    """CPU seconds and number of calls of every hook in one process. A file named after the process id has them as
+    """CPU seconds and number of calls of every hook in one process. A file named after the process id contains them as
     float64 [hooks, 2]. A second file, with the suffix .json, lists the hooks' names.
     """
 
@@ -41,7 +41,7 @@ class Ledger:
         self._sums: Any = None
 
     def put_clocks(self, target: type, base: type, names: Sequence[str]) -> None:
-        """Sets timed versions of the hooks `names` of `base` on `target`."""
+        """Adds timed versions of the methods `names` of the class `base` to the class `target`."""
         for name in names:
             self.names.append(name)
             setattr(target, name, self._timed(len(self.names) - 1, getattr(base, name)))
@@ -105,8 +105,8 @@ class Costs:
         return costs
 
     def since(self, before: Costs, requests: int = 1) -> dict[str, float]:
-        """Returns the increase since the reading `before`, divided by `requests`: of the CPU seconds of hooks and of
-        threads, and of the calls.
+        """Returns by how much the CPU seconds of hooks, the CPU seconds of threads, and the number of calls have grown
+        since the reading `before`, divided by `requests`.
         """
         return {
             kind: (sum(getattr(self, kind).values()) - sum(getattr(before, kind).values())) / requests

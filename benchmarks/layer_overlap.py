@@ -214,7 +214,7 @@ class ThroughBuffers(Way):
         next(steps)
         sent, report = 0, None
         for layer in range(LAYERS):
-            # Begins to load the next layers before it waits for layer `layer`.
+            # Starts loading the next layers before it waits for layer `layer`.
             for ahead in range(sent, min(layer + 1 + pipeline.prefetch_layers, LAYERS)):
                 steps.send(self.source.take(ahead))
                 sent = ahead + 1

@@ -8,7 +8,7 @@ are:
 - a prompt that no engine has;
 - the same prompt again, after the engine dropped its prefix cache;
 - a prompt that the first engine has just computed, and that may be read from the first engine's memory;
-- another such prompt, which may be read only from the first engine's folder.
+- another prompt that the first engine has just computed, and that may be read only from the first engine's folder.
 
 The request setting `flexkv.tiers` selects the memory or the folder. Each answer is compared with the answer of the
 engine that computed the prompt.

@@ -1,9 +1,9 @@
-"""Measures the cost of a key in Mooncake's master process: CPU time per name for put, get and exists, and memory per
+"""Measures the cost of a key in Mooncake's master process: CPU time per key for put, get and exists, and memory per
 key.
 
 The master and one process that provides the store's memory run in a network namespace on this machine. Values are
-small, because they do not pass through the master. Names and batches are like those of flexkv's remote tier. `--json
-PATH` writes the result to a file.
+small, because they do not pass through the master. Key names and batch sizes are like those of flexkv's remote tier.
+`--json PATH` writes the result to a file.
 
     python -m benchmarks.remote_master [--keys 40000]
 """
@@ -47,8 +47,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def measure(url: str, pid: int, keys: int) -> dict[str, float]:
-    """Calls the master at `url`, whose process id is `pid`. Returns its CPU time per name in microseconds, its
-    memory per key in bytes, and its CPU share when idle.
+    """Calls the master at `url`, whose process id is `pid`. Returns its CPU time per key in microseconds, its memory
+    per key in bytes, and its CPU share when idle.
     """
     store = MooncakeStore(StoreOptions((url,)))
     memory = np.zeros((BATCH, VALUE_BYTES), np.uint8)

@@ -123,7 +123,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
             taken[name] = seconds(method)
         taken |= {name: seconds(method) for name, method in list(others.items())[::order]}
         assert (bench.came == bench.sent).all()
-        if number:  # the first round connects and touches memory
+        if number:  # not the first round, which also connects and maps memory
             for name, value in taken.items():
                 times.setdefault(name, []).append(value)
     bench.raw.close()

@@ -1,12 +1,12 @@
-"""Simulates units that share a store: counts the calls, names, puts and gets per request, and compares them with the
-formulas of docs/scale.md.
+"""Simulates units that share a store. Counts, per request, the calls of the store, the names in these calls, the puts
+and the gets, and compares the counts with the formulas of docs/scale.md.
 
 Each unit has host memory for some blocks, and the units share one store with space for more. The units and the store
 evict the least recently used blocks. Requests are the turns of conversations (each turn's prompt consists of the
 previous prompt, its answer, and new blocks), or they come from a trace with `hash_ids` and `timestamp`, as in
-Mooncake's traces. Each request goes to a unit drawn at random. Lookups, remembered answers, chunks of questions, and
-puts follow flexkv's remote tier and use its constants. Transfers take no simulated time. `--json PATH` writes the
-result to a file.
+Mooncake's traces. Each request goes to a unit drawn at random. The rules for lookups, remembered answers, chunks of
+questions, and puts are those of flexkv's remote tier, with its constants. Transfers take no simulated time. `--json
+PATH` writes the result to a file.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """
@@ -126,7 +126,7 @@ class Unit:
 
     def _put(self, blocks: Sequence[int], now_s: float) -> None:
         """Puts the blocks that are not in the list of blocks that the store is assumed to have. First asks the store
-        for each of them, and leaves out the blocks that the store has.
+        which of these blocks it has, and leaves those out.
         """
         new = [block for block in blocks if block not in self._there]
         self._counts["names_of_puts"] += len(new)

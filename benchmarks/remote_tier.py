@@ -1,10 +1,10 @@
 """Compares the remote tier, as a unit uses it through its helper process, with raw calls of the store's client in the
 same rounds.
 
-Pages have 2 MiB. The tier adds a trailer with digests when it puts a page, and verifies the digests when it gets the
-page. A question asks whether the store has 256 keys. Questions are asked while the tier is idle and while it gets
+Pages are 2 MiB in size. The tier adds a trailer with digests when it puts a page, and verifies the digests when it gets
+the page. A question asks whether the store has 256 keys. Questions are asked while the tier is idle and while it gets
 pages. "raw" is a separate client in this process. Then the program times what the scheduler's thread spends on a lookup
-of 256 blocks that no tier has: without a remote tier, with one, and with one whose breaker is open. Mooncake's
+of 256 blocks that no tier has: without a remote tier, with one, and with one whose circuit breaker is open. Mooncake's
 processes run in a network namespace.
 
     python -m benchmarks.remote_tier [--store mooncake|redis] [--rounds 9] [--json FILE]

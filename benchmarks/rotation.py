@@ -42,7 +42,7 @@ def methods(dtype: str, pairing: str) -> dict[str, Callable[[], None]]:
     )
     source[:] = np.resize(encoded.view(np.uint8), BUFFER_BYTES)
     in_order = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, head_bytes)
-    # The target of the scatter: pages of 16 tokens in random order.
+    # The scatter writes to pages of 16 tokens in random order.
     pages = random.permutation(rows // 16).astype(np.int64)
     slots = (pages[:, None] * 16 + np.arange(16)).reshape(-1)
     scattered = RowPlaces(slots * rotation.row_bytes, head_bytes)

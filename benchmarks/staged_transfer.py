@@ -3,7 +3,7 @@
 The baseline is the cost that cannot be avoided: a bare O_DIRECT read of the same blocks into a buffer, and one flat
 copy of each block. Every round runs the staged read and the baseline once, over the same blocks in the same order. CPU
 time is that of all threads of the process. Prints medians; `--json PATH` writes them to a file. The path without
-staging makes one I/O call per run; it is timed once to show the cost of these calls.
+staging makes one I/O call per contiguous run of bytes; it is timed once to show the cost of these calls.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Trace:
         self._adding_s += seconds
 
     def forget(self) -> None:
-        """Drops the recorded steps and copies, and begins a new window."""
+        """Drops the recorded steps and copies, and begins a new measurement window."""
         self.steps, self.copies = [], []
         self.break_step()
 
@@ -103,7 +103,7 @@ class Trace:
         self._last_s, self._launched, self._adding_s, self._connector_s = now_s, 0, 0.0, 0.0
 
     def watch_connector(self, connector: Any) -> None:
-        """Replaces the connector's public methods with timed ones, whose time counts for the current step."""
+        """Replaces the connector's public methods with timed ones, which add their time to the current step."""
         for name in dir(type(connector)):
             method = getattr(connector, name) if inspect.isfunction(getattr(type(connector), name)) else None
             if method is not None and not name.startswith("_"):
@@ -225,7 +225,8 @@ class Engine:
 
         Args:
             streams: numbers of the prompts; equal numbers give equal prompts.
-            least_steps: minimum number of steps of the running request. The time limit does not end the window before.
+            least_steps: minimum number of steps of the running request. The time limit does not end the window before
+                these steps have run.
         """
         ends_s = time.monotonic() + window_s
         self.trace.forget()
@@ -292,7 +293,7 @@ class Engine:
         self._until(lambda: self._tokens >= wanted)
 
     def _until(self, met: Callable[[], bool]) -> None:
-        """Runs steps until `met()` is true. Raises RuntimeError if the running request ends, TimeoutError after
+        """Runs steps until `met()` is true. Raises RuntimeError if the running request ends, and TimeoutError after
         STEP_LIMIT_S.
         """
         ends_s = time.monotonic() + STEP_LIMIT_S

@@ -4,8 +4,8 @@ Three engines run the same random Llama with CUDA graphs: without a connector, w
 OffloadingConnector. In each engine, one request decodes all the time. Beside it, new prompts are computed first (and
 stored, if there is a connector). Then prompts that the engine's own cache has evicted come again (and are loaded). Only
 decoding steps, in which no prompt is computed, count. They are compared with the steps of the same window without
-copies, and with the steps of the engine without a connector. For stores, these are its steps beside the same prompts;
-for loads, its steps without other prompts.
+copies, and with the steps of the engine without a connector. Steps beside stores are compared with that engine's steps
+beside the same prompts, and steps beside loads with its steps without other prompts.
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
@@ -66,8 +66,8 @@ class Size:
 
     Attributes:
         prompt_tokens: number of tokens of each prompt that runs at the same time as the running request.
-        loaded_prompts: number of prompts that are repeated in turns. All of them together are larger than the engine's
-            pool.
+        loaded_prompts: number of prompts that are run again and again, in turn. All of them together are larger than
+            the engine's pool.
         least_steps: minimum number of decoding steps during copies for a conclusive result.
     """
 
@@ -176,7 +176,9 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
 
 
 class EngineError(RuntimeError):
-    """Raised if an engine failed a command, died or did not answer in time. The message shows the end of its log."""
+    """Raised if an engine failed a command, died or did not answer in time. The message shows the end of the engine's
+    log.
+    """
 
 
 class EngineProcess:
@@ -340,7 +342,8 @@ def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     ):
         limit = KERNEL_RATIO_MAX if by_kernel else limit
         beside_it = mine[window][f"decoding steps beside {kind}"]
-        # The base is from the same window, so that clocks, temperature and request length are the same.
+        # The steps for comparison are from the same window, so that clocks, temperature and request length are the
+        # same.
         alone = mine[window]["quiet steps"]
         found += [
             Verdict(f"beside {kind}: p50 / alone", ratio(beside_it["p50_ms"], alone["p50_ms"]), limit),

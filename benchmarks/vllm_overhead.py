@@ -2,7 +2,7 @@
 
 Two engines run as in a deployment, with the scheduler in its own process, and get the same new prompts in turns. CPU
 time is user and system time of all processes and threads of an engine. Both engines compute on the same single CPU. By
-default, vLLM runs no compute threads on one further CPU if any KV connector is configured, unless no CPU would remain.
+default, vLLM leaves one more CPU without compute threads if a KV connector is configured, unless no CPU would remain.
 With this default, the engines would differ not only in flexkv but also in their threads. `flexkv_cost` measures
 flexkv's own part alone.
 

@@ -3,8 +3,8 @@ warning.
 
 ninja recompiles a file whose command has changed. But if a file compiles without a warning, its object does not depend
 on the compiler's flag for warnings (`-Werror`). So the flag is not part of the command; the compiler gets it through
-the environment. If a file compiles with a warning, its object gets a marker file beside it. Such a file is recompiled
-if warnings are errors.
+the environment. If a file compiles with a warning, its object gets a marker file beside it. If warnings are errors, a
+source file whose object has a marker is recompiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def warnings_are_errors() -> bool:
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
     """Returns a ninja command that runs a compiler's `command` and makes or removes the marker file. The command adds
-    the flag that the environment variable `variable` has.
+    the flag that the environment variable `variable` contains.
     """
     note = f"$out{NOTE}"
     return (

@@ -19,8 +19,9 @@ from flexkv.observe.page_losses import markdown_table as losses_table
 
 
 def markdown_identity() -> str:
-    """The tables of docs/identity.md: the fields of every engine's configuration, and how each field enters a block's
-    key."""
+    """Returns the tables of docs/identity.md: the fields of every engine's configuration, and how each field enters a
+    block's key.
+    """
     parts = {
         "vLLM": vllm_fields(),
         "SGLang": sglang_fields(),
@@ -30,7 +31,7 @@ def markdown_identity() -> str:
 
 
 def markdown_metrics() -> str:
-    """The tables of docs/metrics.md: the metrics, the reasons why pages are lost and why lookups miss, and the
+    """Returns the tables of docs/metrics.md: the metrics, the reasons why pages are lost and why lookups miss, and the
     results of blending.
     """
     losses = f"## Pages that are not stored or not served\n\n{losses_table()}"

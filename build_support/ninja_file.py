@@ -4,7 +4,7 @@ Variants differ in two properties: with CUDA or without, and which sanitizer, if
 share a folder under build/, and all objects except a few that differ. So building both variants takes little longer
 than building one. The Python bindings, which include pybind11, and the native tests, which include doctest, are each
 compiled with a precompiled header. Bindings are compiled in units of several files (compile_units.py). With a
-sanitizer, all other files are, too.
+sanitizer, all other files are compiled in units, too.
 """
 
 from __future__ import annotations
@@ -383,8 +383,8 @@ class NinjaFile:
 
 def _ninja() -> list[str]:
     """Returns the command of the environment's own ninja, or of the machine's ninja if the environment has none.
-    Versions of ninja hash commands differently. If this ninja were older than the ninja of pip's isolated builds,
-    everything would be recompiled after each such build.
+    Versions of ninja hash commands differently. If the returned ninja were older than the ninja of pip's isolated
+    builds, everything would be recompiled after each isolated build.
     """
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]

@@ -66,7 +66,9 @@ class OptionalNeed(Need):
 
 
 def compiler() -> str | None:
-    """Returns the command of the C++ compiler: CXX, or the first of g++, c++ and clang++ on PATH; None without any."""
+    """Returns the command of the C++ compiler: CXX, or the first of g++, c++ and clang++ on PATH; None if there is
+    none.
+    """
     return os.environ.get("CXX") or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 
 

@@ -18,8 +18,8 @@ class PackageManager:
     """The package manager of one family of Linux distributions: its commands and package names.
 
     Attributes:
-        names: name of each need (`preflight.Need`) -> its packages. A need that is not listed comes with the packages
-            of the compiler.
+        names: maps the name of each need (`preflight.Need`) to its packages. A need that is not listed comes with the
+            packages of the compiler.
     """
 
     program: str
@@ -120,6 +120,6 @@ def _without_password() -> tuple[str, ...]:
 
 
 def _install_arguments(found: PackageManager, needs: list[str]) -> list[str]:
-    """The package manager's command line, with each package once."""
+    """Returns the package manager's command line, with each package once."""
     packages = [package for need in needs for package in found.names.get(need, found.names["c++"])]
     return [*found.install, *dict.fromkeys(packages)]

@@ -3,8 +3,8 @@ are found in the adapter's source.
 
 vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
 these names. The list contains four kinds of names: those that the adapter's source imports, with the keywords of calls;
-attributes that the source reads from arguments annotated with a class of vLLM; settings that enter a key; and the names
-in `BY_HAND`, which the source does not show.
+attributes that the source reads from arguments annotated with a class of vLLM; settings that enter a block's key; and
+the names in `BY_HAND`, which the source does not show.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
 
 
 def markdown() -> str:
-    """A Markdown table of the names by module, which says for each tested version of vLLM whether it has them."""
+    """Returns a Markdown table of the names by module. The table shows which tested versions of vLLM have each name."""
     modules: dict[str, list[str]] = {}
     for name in touched():
         module, _, path = name.partition(":")

@@ -106,8 +106,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         said: set[str] = set()
 
         def now(description: str, line: str | None = None) -> None:
-            """Shows the step that begins. A log has no progress bar, so in a log this prints `line` (default:
-            `description`), once.
+            """Shows the step that begins. A log has no progress bar, so the function prints `line` (default:
+            `description`) to a log, once.
             """
             bar.update(task, description=description, advance=1)
             line = line or description

@@ -147,8 +147,8 @@ class Script:
         [plain] = self.alone.generate([request])
         before = self.engine.metrics()
         [result] = self.engine.generate([request])
-        # A request's stores end shortly after the request. Their bytes count for the request's turn, so the turn waits
-        # for them.
+        # flexkv finishes storing a request's pages shortly after the request has ended. Their bytes count for the
+        # request's turn, so the turn waits for them.
         self.engine.call("drain")
         after = self.engine.metrics()
 
@@ -200,8 +200,8 @@ def turn_count() -> int:
 
 
 def whole_blocks(prompt_tokens: int) -> int:
-    """Returns how many tokens of a prompt complete blocks can serve. The engine always computes the last token
-    itself.
+    """Returns how many of a prompt's tokens can be served from complete blocks. The engine always computes the last
+    token itself.
     """
     return (prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 

@@ -1,5 +1,5 @@
 """The demo's second part: a model with sliding windows, which vLLM serves as six KV groups. One prompt is asked cold,
-and again after the engine has dropped its cache. The answers are compared with that of an engine without flexkv.
+and again after the engine has dropped its cache. The answers are compared with the answer of an engine without flexkv.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class HybridRun:
 
 
 def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
-    """
+    """Runs the second part of the demo, and returns its results.
+
     Args:
         folder: where the model is written.
         now: a function that is called with a description of each step when the step begins.

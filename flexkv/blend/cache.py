@@ -97,7 +97,7 @@ class SegmentCache:
     # --- lookups ---
 
     def begin_load(self, segments: Sequence[Tokens | None], caller: str = "") -> SegmentLoad:
-        """Begins to load the cached leading part of each segment.
+        """Starts loading the cached leading part of each segment.
 
         A segment is a miss if the staging pool has too few free blocks for it. Full blocks on disk are loaded layer by
         layer while they are being read. This method waits until the tokens after the last full block are in host
@@ -125,8 +125,8 @@ class SegmentCache:
         return SegmentLoad(self._moves, [Hit(0, tokens, blocks, (), ())], self.deadline_s)
 
     def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
-        """Begins to read the cached leading part of each segment into host memory. The returned object then loads the
-        parts from there. Nothing waits: the caller repeatedly calls the returned object's `begin_load`, and this
+        """Starts reading the cached leading part of each segment into host memory. The returned object then loads the
+        parts from there. No call waits: the caller repeatedly calls the returned object's `begin_load`, and this
         cache's `poll` in between.
 
         Precondition: if there are folders, `SegmentFolders.asks_again` is set.
@@ -187,8 +187,8 @@ class SegmentCache:
         first_position: int = 0,
         caller: str = "",
     ) -> SegmentStore:
-        """Begins to store a segment, for a caller that must not wait. The segment's rows have been copied to the
-        staging pool when this returns. The arguments are those of `store`.
+        """Starts storing a segment, for a caller that must not wait. The segment's rows have been copied to the staging
+        pool when this returns. The arguments are those of `store`.
 
         Raises:
             CapacityError: the staging pool has too few free blocks for the segment.

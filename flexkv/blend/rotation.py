@@ -24,7 +24,7 @@ NO_TURNS: NDArray[np.float32] = np.empty((0,), np.float32)
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """The positions of rows, which consist of heads, in a contiguous tensor.
+    """The byte positions of rows in a contiguous tensor. A row consists of heads.
 
     Attributes:
         offsets: bytes from the tensor's start to each row, int64 [rows]. For `KeyRotation.apply`, this array must be in

@@ -65,7 +65,7 @@ class SegmentFetch:
             raise
 
     def begin_load(self) -> SegmentLoad | None:
-        """If no more pages will arrive, begins to load those that have arrived, and returns the load. Otherwise returns
+        """If no more pages will arrive, starts loading those that have arrived, and returns the load. Otherwise returns
         None."""
         return self._load() if self.advance() else None
 

@@ -22,8 +22,8 @@ class LostHit:
     Attributes:
         hit: the hit.
         reason: the reason as text.
-        why: the reason under which missed pages are counted; None if all pages were in host memory when the load began,
-            because such pages are not counted.
+        why: the reason under which the missing pages are counted; None if all pages were in host memory when the load
+            began, because such pages are not counted.
     """
 
     hit: Hit
@@ -57,7 +57,7 @@ class SegmentLoad:
 
     Attributes:
         hits: the hits that were not dropped.
-        lost: segment -> why some of its pages did not arrive. Complete after `close`.
+        lost: maps a segment's number to the reason why some of its pages did not arrive. Complete after `close`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Looks up the cached leading parts of a prompt's segments, and begins to load them."""
+"""Looks up the cached leading parts of a prompt's segments, and starts loading them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float, caller: str = "") -> list[Hit]:
-        """Begins to load the cached part of each segment. Waits for tails that are on disk, as `load` does.
+        """Starts loading the cached part of each segment. Waits for tails that are on disk, as `load` does.
 
         Args:
             segments: tokens of each segment; None for a segment to skip.
@@ -96,7 +96,7 @@ class SegmentLookup:
         ]
 
     def fetch(self, asked: Asked) -> Outcome:
-        """Looks up a segment, and begins to read its cached pages into host memory. May be called repeatedly. Until
+        """Looks up a segment, and starts reading its cached pages into host memory. May be called repeatedly. Until
         `load` or `give_up`, the segment's pages in host memory are protected from eviction.
 
         Returns:
@@ -134,7 +134,7 @@ class SegmentLookup:
         return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
 
     def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
-        """Begins to load the cached pages of each segment. If this raises, it frees all staging blocks except those of
+        """Starts loading the cached pages of each segment. If this raises, it frees all staging blocks except those of
         copies in flight. The latter are freed when the copies have finished.
 
         Args:
@@ -157,7 +157,7 @@ class SegmentLookup:
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
-        """Begins the loads, and appends each load that has begun to `found`. So the caller can end these loads even if
+        """Starts the loads, and appends each load that has begun to `found`. So the caller can end these loads even if
         this method raises."""
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
@@ -170,7 +170,7 @@ class SegmentLookup:
             found[at] = (one, self._with_tail(one, hit))
 
     def _load_whole(self, asked: Asked) -> Hit | None:
-        """Begins to load the cached full blocks of a segment. Returns None if the segment has full blocks but none of
+        """Starts loading the cached full blocks of a segment. Returns None if the segment has full blocks but none of
         them can be loaded, because then its tail cannot be used either.
         """
         whole = asked.keys.whole
@@ -200,7 +200,7 @@ class SegmentLookup:
         return match.tail_tokens, match.outcome
 
     def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
-        """Begins to load the tail of a segment if all its full blocks are being loaded. Returns the hit with the tail's
+        """Starts loading the tail of a segment if all its full blocks are being loaded. Returns the hit with the tail's
         tokens, or unchanged if the tail cannot be loaded."""
         if hit.tokens < len(asked.keys.whole) * self._scheme.block_tokens:
             return hit
@@ -220,7 +220,7 @@ class SegmentLookup:
         )
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> tuple[Ticket, bool] | None:
-        """Begins to load the pages that a lookup has matched, layer by layer, so that the first layers can be used
+        """Starts loading the pages that a lookup has matched, layer by layer, so that the first layers can be used
         while the last ones are still in flight. If this returns None or raises, the staging blocks are free again.
 
         Returns:

@@ -36,7 +36,7 @@ class SegmentMoves:
     """The transfers of one segment cache. Only the thread that uses the cache may call it.
 
     Args:
-        unit: the cache's unit, whose tiers read the pages that loads wait for.
+        unit: the cache's unit, whose tiers read the pages that load operations wait for.
         engine: the transfer engine, which copies pages between staging pool and host pool.
     """
 
@@ -49,7 +49,7 @@ class SegmentMoves:
         self._why_failed: dict[str, str] = {}
 
     def begin_reads(self) -> None:
-        """Begins the reads from disk that lookups have planned."""
+        """Starts the disk reads that lookups have planned."""
         self._unit.poll()
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
@@ -57,7 +57,7 @@ class SegmentMoves:
         has been reported to the manager as cancelled.
         """
         try:
-            self._unit.poll()  # begins the reads that the graph's loads wait for
+            self._unit.poll()  # starts the disk reads that the graph's load ops wait for
             ticket = self.engine.submit(graph)
         except Exception as error:
             self._cancel(graph, f"{type(error).__name__}: {error}")

@@ -15,12 +15,12 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.base import Ticket
 
 LOOK_EVERY_S = 0.001
-"""Seconds between two checks of whether a different store has finished writing blocks of the segment."""
+"""Seconds between two checks of whether another store operation has finished writing blocks of the segment."""
 
 
 class SegmentStore:
-    """The store of one segment, whose rows are in blocks of the staging pool. Its full blocks are stored first; the
-    tokens after them follow when the full blocks are stored and their staging blocks are free.
+    """An operation that stores one segment, whose rows are in blocks of the staging pool. The segment's full blocks are
+    stored first; the tokens after them follow when the full blocks are stored and their staging blocks are free.
 
     Call order:
         `advance` until it returns True or raises; or `leave`.
@@ -29,7 +29,7 @@ class SegmentStore:
         blocks: the staging blocks with the segment's rows, which this object frees; int32 [blocks].
         block_tokens: tokens per block.
         name: returns a new id for a request to the manager.
-        deadline_s: how long the store may take, in seconds.
+        deadline_s: how long the operation may take, in seconds.
 
     Attributes:
         keys: the segment's keys.
@@ -56,14 +56,14 @@ class SegmentStore:
 
     @property
     def is_late(self) -> bool:
-        """Whether the store's deadline has passed."""
+        """Whether the operation's deadline has passed."""
         return time.monotonic() >= self._ends_s
 
     def advance(self, wait: bool = False, until_s: float = math.inf) -> bool:
-        """Continues the store. Returns whether it has finished.
+        """Continues the store operation. Returns whether it has finished.
 
         Args:
-            wait: whether to wait for the store to finish, until its deadline at most. If False, this never waits.
+            wait: whether to wait for the operation to finish, until its deadline at most. If False, this never waits.
             until_s: an earlier end of the wait (`time.monotonic`).
         """
         until_s = min(until_s, self._ends_s)
@@ -88,7 +88,7 @@ class SegmentStore:
         return True
 
     def leave(self) -> None:
-        """Abandons the store. Its staging blocks are freed when no copy is in flight any more. Idempotent."""
+        """Abandons the store operation. Its staging blocks are freed when no copy is in flight any more. Idempotent."""
         self._parts.clear()
         if self._request:
             tickets = () if self._ticket is None else (self._ticket,)
@@ -103,8 +103,9 @@ class SegmentStore:
         return True
 
     def _begin_tail(self) -> bool:
-        """Begins to store the tokens after the last full block, if all full blocks are stored. Returns False if this
-        must be called again, because a different store is still writing some of the full blocks."""
+        """Starts storing the tokens after the last full block, if all full blocks are stored. Returns False if this
+        must be called again, because another store operation is still writing some of the full blocks.
+        """
         tail, whole = self.keys.tail, self.keys.whole
         if tail is None:
             return True

@@ -209,7 +209,7 @@ class SegmentUnit:
 
         Returns:
             Whether all pages survive. False if there is no disk, a disk was lost, some pages could not be written, or
-            the time was too short. Pages that do not survive become misses.
+            the time was too short. Later lookups do not find pages that did not survive.
         """
         if self._survives is None:
             ended = self.live.close(close_s)

@@ -106,8 +106,9 @@ class LayeredModel:
         return torch.cat((turned, batched[..., cosine.shape[-1] :]), dim=-1)[0].transpose(0, 1)
 
     def project(self, layer: int, hidden: Any, positions: Any) -> tuple[Any, Any, Any]:
-        """Query, key and value, each [rows, heads, head_dim], of the layer's input `hidden` [rows, hidden]. Query and
-        key are rotated to `positions` [rows]."""
+        """Returns query, key and value, each [rows, heads, head_dim], of the layer's input `hidden` [rows, hidden].
+        Query and key are rotated to `positions` [rows].
+        """
         attention = self.layers[layer].self_attn
         normed = self.layers[layer].input_layernorm(hidden)
         query, key, value = (
