@@ -1,5 +1,5 @@
-"""Reads the rows of a unit's own board, which is memory that shows other units the unit's pages. A row says which page
-a place (a slot on disk) holds.
+"""Reads the rows of a unit's own board: shared memory that lists the unit's pages for other units. A row says which
+page a place (a slot on disk) holds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from flexkv.c_ext import SlotBoard
 from flexkv.errors import ContractError
 
 ROWS_AT = 4096 + (1 << 14) * 4
-"""Offset in bytes of the first row, after the header and the ring: `board_parts` in csrc/share/slot_board.cpp."""
+"""Offset in bytes of the first row, after the header and the ring (see `board_parts` in csrc/share/slot_board.cpp)."""
 
 BOARD_MAGIC = 0x3130445242564B46
-"""`kBoardMagic` in csrc/share/slot_board.h. In a board of another version, rows may have a different layout."""
+"""The number at the start of a board, which identifies its version (`kBoardMagic` in csrc/share/slot_board.h). In a
+board of another version, rows may have a different layout.
+"""
 
 BOARD_ROW = np.dtype(
     [
@@ -29,7 +31,9 @@ BOARD_ROW = np.dtype(
         ("spare", "<u8"),
     ]
 )
-"""A board's row: `BoardRow` in csrc/share/slot_board.h. The version is even while the row identifies a page."""
+"""The layout of a board's row (`BoardRow` in csrc/share/slot_board.h). The field `version` is even while the row
+identifies a page.
+"""
 
 PLACED = np.dtype(
     [

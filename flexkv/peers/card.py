@@ -74,7 +74,7 @@ class GroupCard:
 
     Attributes:
         signature: the group's signature in hex.
-        runs: for each rank, the offset in the stripe, the bytes and the layer of each run.
+        runs: for each rank, one triple per run: the run's offset in the stripe, its length in bytes, and its layer.
     """
 
     format_id: str
@@ -105,7 +105,7 @@ class UnitCard:
     """A unit's description of itself, which it sends to its peers.
 
     Attributes:
-        unit: the unit's id in hex, drawn when it began to share.
+        unit: the unit's random id in hex, drawn when the unit began to share pages.
         fingerprint: the model's fingerprint, 64 hex digits. Units share pages only if their fingerprints are equal.
         weights: digest of the whole content of the weights, 64 hex digits; empty if the fingerprint covers it.
         groups: the unit's KV groups. Boards identify a group by its index in this tuple.
@@ -142,8 +142,8 @@ class UnitCard:
         ]
 
     def short(self) -> dict[str, Any]:
-        """The content of the unit's file in the runtime folder: enough to decide whether to ask the unit for its
-        card.
+        """Returns the content of the unit's file in the runtime folder. Another unit needs no more to decide whether to
+        ask this unit for its card.
         """
         return {
             "protocol": PROTOCOL,

@@ -39,7 +39,7 @@ class DistantUnits:
     """The units on other machines with which this unit shares pages through folders.
 
     Args:
-        directory: lists the pages that peers have; the pages in these units' folders are added to it.
+        directory: the list of the pages that peers have; this object adds the pages in the units' folders to it.
         beat_s: seconds between this unit's heartbeats.
         terms: decides with which units this unit shares.
     """
@@ -82,8 +82,8 @@ class DistantUnits:
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
     def end(self) -> None:
-        """Stops promising pages from other machines, and signals the watch's thread to end. Does not wait for a file
-        server. Idempotent.
+        """Stops promising pages from other machines, and signals the watch's thread to end. Does not wait for the
+        thread, which a file server may block. Idempotent.
         """
         with self._lock:
             if self._ended:
@@ -140,7 +140,7 @@ class DistantUnits:
 
     def _left(self, path: str) -> None:
         """Forgets all pages of a unit that has left, because the unit no longer reports which of them it replaces. Only
-        the watch's thread calls this: it may close the slabs' files, which a file server may delay.
+        the watch's thread calls this, because it may close the slabs' files, and a file server may delay that.
         """
         with self._lock:
             known = self._joined.pop(path, None)

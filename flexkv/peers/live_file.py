@@ -39,22 +39,24 @@ BEAT = struct.Struct("<QII")
 """The start of a frame: number of the heartbeat, epoch, number of rows that follow."""
 
 MOST_PLACES = 262_144
-"""How many places of a unit are shown to other machines: 11 MiB of rows. A reader's index has room for this many pages
-of all its peers together.
+"""The maximum number of a unit's places (slots on disk) that are shown to other machines; their rows take 11 MiB. A
+reader's index has room for the same number of pages, counted over all its peers.
 """
 MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""How many bytes are appended to an edition, at most, before a new edition replaces it."""
+"""The maximum number of bytes that are appended to an edition before a new edition replaces it."""
 MOST_FILE_BYTES = 64 << 20
 """The maximum length of a file, in bytes. A longer file was not written by a unit: an edition begins with up to 11 MiB
 of rows, and one heartbeat adds up to 11 MiB.
 """
 MOST_READ_BYTES = 16 << 20
-"""How many bytes one call of `LiveReader.look` reads from a file at most. The next call continues there."""
+"""The maximum number of bytes that one call of `LiveReader.look` reads from a file. The next call reads the bytes that
+follow.
+"""
 MOST_FRAMES = 1024
-"""How many frames one call of `LiveReader.look` reads from a file at most."""
+"""The maximum number of frames that one call of `LiveReader.look` reads from a file."""
 MOST_BEATS = 512
 """A new edition replaces the file after this many heartbeats, so that one call of `look` can read all frames of an idle
 unit.
@@ -63,8 +65,8 @@ unit.
 MOST_NAME = 255
 MOST_FOLDERS = 64
 FOLDER_PARTS = 3
-"""How many components the path of a unit's folder has below the folder that all machines see: the folder in
-`disk.folders`, the model's folder and the unit's folder.
+"""The number of components of the path that leads from the folder that all machines see to a unit's folder: the folder
+in `disk.folders`, the model's folder and the unit's folder.
 """
 
 LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
@@ -148,7 +150,8 @@ class LiveWriter:
         self._ended = True
 
     def beat(self) -> None:
-        """Adds a heartbeat and the places that have changed. Other machines may see them only after the file is closed.
+        """Appends a heartbeat and the places that have changed. It is possible that other machines see them only after
+        this process has closed the file.
 
         Raises:
             OSError: the file could not be written. The next call then writes a new edition.
@@ -286,9 +289,10 @@ class LiveNews:
         is_new: whether a new session has begun since the last call.
         is_alive: whether a heartbeat was added since the last call. False for a new session. Also False if the last
             call did not reach the file's end: the unit may have written the rest long ago and then ended.
-        is_all: whether places that are not in `frames` have no page; if False, they are unchanged.
+        is_all: True if places that are not in `frames` hold no page; False if such places are unchanged.
         frames: epoch and rows of each frame, in the file's order.
-        fault: what is wrong with the next frame, so that the rest of the file was not read; empty if nothing is.
+        fault: what is wrong with the next frame; if there is a fault, the rest of the file was not read. Empty if there
+            is none.
     """
 
     is_new: bool = False
@@ -361,8 +365,8 @@ class LiveReader:
         return head, HEADER.size + FRAME.size + len(first)
 
     def _take(self, content: bytes, head: LiveHead, news: LiveNews) -> tuple[int, int]:
-        """Adds the complete frames in `content` to `news`. Returns how many bytes they take, and the number of the last
-        heartbeat.
+        """Adds the complete frames in `content` to `news`. Returns the length of these frames in bytes, and the number
+        of the last heartbeat.
         """
         before = 0 if news.is_new else self._beat
         at, last = 0, before
@@ -382,8 +386,8 @@ class LiveReader:
 
 
 def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
-    """Returns the frame at this offset and an empty text. If there is no good frame, returns None and what is wrong;
-    the text is empty if the frame is merely not complete yet.
+    """Returns the frame at offset `at` and an empty text. If there is no good frame there, returns None and a text that
+    says what is wrong; this text is empty if the frame is merely not complete yet.
     """
     if len(content) < at + FRAME.size:
         return None, ""
@@ -399,8 +403,8 @@ def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
 
 
 def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]:
-    """Returns the heartbeat's number, the epoch and the rows of a frame. The rows are None in case of a malformed
-    frame.
+    """Returns the heartbeat's number, the epoch and the rows of a frame. If the frame is malformed, the rows are
+    None.
     """
     if len(frame) < BEAT.size:
         return 0, 0, None

@@ -54,7 +54,7 @@ MOST_UNITS = 64
 """The maximum number of units on other machines that are followed at a time."""
 
 MOST_FILES = 1024
-"""The maximum number of files that are read. This includes files that ended units have not removed."""
+"""The maximum number of units' files that are read. They include files that ended units have not removed."""
 
 MOST_FOLDERS = 256
 """One search reads at most this many subfolders of the folder that all machines see."""
@@ -64,8 +64,8 @@ STOP_S = 2.0
 
 
 def machine_id() -> str:
-    """An id of this machine until its next boot. Containers on one kernel have the same id; no other machine has this
-    id.
+    """Returns an id that this machine has until its next boot. Containers on one kernel have the same id; no other
+    machine has it.
 
     Raises:
         OSError: /proc cannot be read.
@@ -74,7 +74,7 @@ def machine_id() -> str:
 
 
 def parent_of(folders: Sequence[Path]) -> Path:
-    """The folder that all machines see, in which all of `disk.folders` lie.
+    """Returns the folder that all machines see. All of `disk.folders` lie in it.
 
     Args:
         folders: the unit's folders. Each lies in a model's folder in one of `disk.folders`.
@@ -92,8 +92,8 @@ def parent_of(folders: Sequence[Path]) -> Path:
 
 
 class Mirror:
-    """A board in this process with the pages of a unit on another machine. It shows only pages of the latest epoch,
-    because a unit serves no pages of earlier epochs.
+    """A board in this process that lists the pages of a unit on another machine. It lists only pages of the latest
+    epoch, because a unit serves no pages of earlier epochs.
     """
 
     def __init__(self, places: int) -> None:
@@ -144,13 +144,13 @@ class DistantUnit:
 
     Attributes:
         alive_s: when this process last saw the unit's heartbeat advance, in seconds of this process's monotonic clock.
-        mirror: the unit's pages; None while the unit is not followed.
-        joined: the unit as its file described it when it was joined; None before.
+        mirror: lists the unit's pages; None while the unit is not followed.
+        joined: the unit's description in the file when `join` accepted the unit; None if the unit has not joined.
         again_s: when the unit may be tried again after it was refused, on the same clock.
         asleep_s: when the file is read again, on the same clock; 0 for the next round of reads.
-        refused: the reason last logged why the unit was not joined; empty if there is none.
-        declined: the unit's name for users while it runs and is refused, else empty.
-        fault: the fault of the file last logged; empty if there is none.
+        refused: the last logged reason why the unit was refused; empty if there is none.
+        declined: the unit's name for users while the unit runs and is refused, else empty.
+        fault: the last logged fault of the file; empty if there is none.
     """
 
     reader: LiveReader
@@ -259,7 +259,7 @@ class MachineWatch:
         self._say_once("beat", fault)
 
     def _scan(self) -> None:
-        """Searches the folders beside this unit's for files of units with the same fingerprint."""
+        """Searches the folder that all machines see for files of units with this unit's fingerprint."""
         names = f"*-{self._head.card.fingerprint[:DIGEST_DIGITS]}-*/*/{LIVE_NAME}"
         fault = ""
         try:
@@ -271,7 +271,7 @@ class MachineWatch:
         except OSError as error:
             found, fault = [], f"{self._parent}: units of other machines are not searched: {error}"
         found = [path for path in found if path not in self._units]
-        self._random.shuffle(found)  # if there are too many files, other files are left out each time
+        self._random.shuffle(found)  # if there are too many files, each search leaves out different ones
         for path in found:
             if len(self._units) >= MOST_FILES and not self._forget_one():
                 fault = f"{path}: not followed: {MOST_FILES} files of units are looked at"

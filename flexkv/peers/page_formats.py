@@ -1,4 +1,6 @@
-"""Decides how a peer's pages become this unit's pages, for each KV group."""
+"""Decides for each KV group how a peer's pages become this unit's pages: whether they are copied as they are, or
+converted.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class UnitPages:
 
     Args:
         groups: this unit's KV groups.
-        heads: heads of K and V on one rank, per group; 0 if the cache is not made of heads of K and V.
+        heads: for each group, the number of K and V heads on one rank; 0 if the group's cache does not consist of such
+            heads.
         rewrites: whether pages of other formats are converted. Only common keys (`keys.scheme`) allow that, because an
             engine's own keys mean nothing to other engines.
     """
@@ -70,7 +73,8 @@ class UnitPages:
         """Returns how a peer's pages become this unit's pages.
 
         Raises:
-            GeometryError, ConfigError: the peer's groups are impossible, or `rewrites_of` cannot convert their pages.
+            GeometryError, ConfigError: the peer's groups have impossible values, or `rewrites_of` cannot convert their
+                pages.
             DiskError: the peer's pages have another format, and `rewrites` is false.
         """
         # `codec_of` comes first, because it refuses runs that no page can have.

@@ -1,4 +1,6 @@
-"""Loads pages from the host pools of other units. A thread copies the pages; a page that changes meanwhile fails."""
+"""Loads pages from the host pools of other units. A thread copies the pages. If a page changes during its copy, the
+copy fails.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MOST_PATH_BYTES = 107
 """The maximum length of a Unix socket's path (`sun_path`), in bytes."""
 
 MOST_UNITS = 256
-"""The maximum number of units that are read from a folder."""
+"""The maximum number of units whose files are read from a folder."""
 
 MOST_FACTS_BYTES = 64 << 10
 """The maximum length of a unit's file, in bytes. A longer file is not a unit's."""

@@ -51,7 +51,8 @@ class OnceCounts:
     Attributes:
         left_out: pages not stored in this unit's tiers, because a peer keeps them.
         promoted: copies that became this unit's own pages, because no peer keeps them any more.
-        lost: pages left out and then dropped by the last peer that had them, before this unit had a copy.
+        lost: pages that this unit left out, and of which no copy remained when the last peer that had them dropped
+            them.
     """
 
     left_out: int = 0
@@ -102,13 +103,13 @@ class PeerShare:
         self._lock = threading.Lock()
         """Guards the attributes below, which the watches' threads change and the readers' threads read."""
         self._others: dict[int, tuple[OtherFormat, ...]] = {}
-        """For each peer in `host` with another format, the format of each KV group."""
+        """Maps each peer in `host` whose pages have another format to the formats of its KV groups."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
-        """For each peer in `disk`, its slabs for each KV group."""
+        """Maps each peer in `disk` to the peer's slabs, listed per KV group."""
         self._kept: dict[tuple[str, ...], int] = {}
         """Peers that have ended and whose pages stay known. Maps a peer's folders to its number in `disk`."""
         self._drop_at_s: dict[int, float] = {}
-        """By when each peer in `departed` is dropped at the latest, in seconds of the monotonic clock."""
+        """The latest time at which each peer in `departed` is dropped, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
         """Why this unit shares nothing with another unit of the same fingerprint, by the other unit's name for users.
@@ -421,7 +422,9 @@ class PeerShare:
         return peer
 
     def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]:
-        """Opens a peer's slabs: for each KV group, in the order of the peer's places. Empty if one cannot be opened."""
+        """Opens a peer's slabs and returns them: for each KV group one per folder, in the order in which the peer's
+        places are striped over its folders. Returns an empty tuple if a slab cannot be opened.
+        """
         slabs = []
         try:
             for folder in folders:

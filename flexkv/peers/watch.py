@@ -107,8 +107,8 @@ class PeerWatch:
         """The facts in the files that the last search found, by the unit's id."""
         self._peers: dict[str, Asked] = {}
         self._again_s: dict[str, float] = {}
-        """When units that ended, did not answer or were refused may be asked again, in seconds of the monotonic
-        clock.
+        """Maps a unit that ended, did not answer or was refused to the time at which it may be asked again, in seconds
+        of the monotonic clock.
         """
         self._served: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
@@ -164,7 +164,8 @@ class PeerWatch:
                     self._scan_at_s = now_s + SCAN_S
                     self._scan(now_s)
             except Exception:  # the unit continues without sharing
-                # If this thread was blocked by a peer's disk, `close` has stopped waiting and closed the sockets.
+                # If a peer's disk has blocked this thread, `close` may have stopped waiting and closed the sockets. An
+                # error is expected then.
                 if not self._closed:
                     logger.exception("following other units")
                 return

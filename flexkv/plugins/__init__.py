@@ -1,1 +1,3 @@
-"""Plugins: programs of the user that run beside a unit and its ranks in separate processes, and their calls to it."""
+"""Plugins: programs of the user that run beside a unit and its ranks in separate processes, and their calls to the
+unit.
+"""

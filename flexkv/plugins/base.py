@@ -7,8 +7,8 @@ engine's process                 keeper (one process per place)         plugins
     (a thread)   <-- lines ----  bounds their output     <-- output --  worker_0_*, all_*
 ```
 
-The keeper is a separate process, so that the engine spends no time on a plugin's output, on its end, and on the
-processes that a plugin leaves behind.
+The keeper is a separate process, so that the engine spends no time on plugins' output, on plugins that end, or on the
+processes that they leave behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Place:
     socket: str
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables of plugins. The rank is empty for plugins beside the unit's manager."""
+        """Returns the environment variables that plugins get. The rank is empty if they run beside the unit's
+        manager.
+        """
         rank = "" if self.rank is None else str(self.rank)
         return {ROLE_VARIABLE: self.role.value, RANK_VARIABLE: rank, SOCKET_VARIABLE: self.socket}
 

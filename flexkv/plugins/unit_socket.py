@@ -1,4 +1,6 @@
-"""The socket between a unit and its plugins: its name, which processes may use it, and its messages, lines of JSON."""
+"""The socket between a unit and its plugins: its name, which processes may use it, and its messages, which are lines of
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ MOST_WAIT_S = 600.0
 
 
 def socket_name(unit: bytes) -> str:
-    """Returns the name of a unit's socket in this machine's abstract namespace, so that no file remains, however the
-    unit's process ends. The name has the 16 random bytes of the unit's id, but need not be secret, because the unit
-    answers only processes of its own user.
+    """Returns the name of a unit's socket. The name is in Linux's abstract socket namespace, so that no file remains,
+    however the unit's process ends. The name has the 16 random bytes of the unit's id, but need not be secret, because
+    the unit answers only processes of its own user.
     """
     return f"flexkv-unit-{unit.hex()}"
 

@@ -54,8 +54,8 @@ class LinkUser(Protocol):
         """
 
     def silent_since(self) -> float | None:
-        """Returns since when the helper has shown no progress, in seconds of the link's clock: the earliest such time
-        among the ops and probes in flight. Returns None if none is in flight.
+        """Returns the time since which the helper has shown no progress, in seconds of the link's clock: the earliest
+        such time among the ops and probes in flight. Returns None if none is in flight.
         """
 
 

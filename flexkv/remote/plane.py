@@ -82,8 +82,8 @@ class Moving:
     """An op in flight.
 
     Attributes:
-        waiting: the op's messages that have not ended. Maps a message's number to the index in the op of the message's
-            first page.
+        waiting: the op's messages that have not ended. Maps a message's number to the index of the message's first page
+            in the op.
         failed, causes: indices of the pages that have failed so far, and the cause of each.
         reason: why the first page failed; empty if none has.
     """
@@ -199,8 +199,8 @@ class RemotePlane:
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
-        """From now on derives the names of values from the weights with which pages are computed. Sends the removals
-        that were held back.
+        """Makes the helper derive the names of values from the digest of the weights with which pages are computed.
+        Sends the removals that were held back.
 
         Args:
             weights: 32-byte digest of the weights.

@@ -119,7 +119,7 @@ def _readable(path: str) -> str:
 
 
 def _secret(path: str) -> str:
-    """Reads the first line of a file, which only its owner may be able to read."""
+    """Reads the first line of a file. Refuses a file that anybody but its owner may access."""
     setting = f"remote.password_file={path!r}"
     with _opened("remote.password_file", path, "a file with the password") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

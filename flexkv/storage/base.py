@@ -37,8 +37,8 @@ Groups that share slabs have the same places.
 """
 
 Generations = NDArray[np.uint64]
-"""Numbers of page writes, uint64 [pages]: the count of the tier's openings (24 bits), then a counter (40 bits). No
-number is used twice, not even after a crash.
+"""Numbers that identify page writes, uint64 [pages]. A number consists of the count of the tier's openings (24 bits)
+and a counter (40 bits). No number is used twice, not even after a crash.
 """
 
 RunTable = NDArray[np.int64]
@@ -111,7 +111,7 @@ class DiskOptions:
     """How a unit uses its disks.
 
     Attributes:
-        bytes_per_disk: size in bytes of all slabs in each folder together. The index takes up to 1/64 of that in
+        bytes_per_disk: total size in bytes of the slabs in each folder. The index takes up to 1/64 of this size in
             addition.
         io: I/O backend; `auto` is io_uring if the kernel allows it, else threads.
         depth: maximum number of I/Os in flight at once on one disk.
@@ -122,8 +122,8 @@ class DiskOptions:
         preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
             full. While a disk is idle, the tier then writes zeros to the slots that will get pages next, because the
             first write to allocated space is half as fast.
-        register_buffers: whether io_uring keeps the host pool's pages pinned. If the system refuses that (for example
-            because of a low `memlock` limit), I/O works with unpinned pages.
+        register_buffers: whether io_uring keeps the host pool's memory pinned. If the system refuses that (for example
+            because of a low `memlock` limit), I/O works with unpinned memory.
         sealed_apart: whether ranks write their stripes to the disks themselves, so that the tier only seals the pages
             (`DISK_SEAL`). The tier then writes no zeros ahead: it does not know when ranks write, so its zeros could
             overwrite stripes.
@@ -255,7 +255,7 @@ class StoredPages(ABC):
 
     @abstractmethod
     def strange_disks(self, weights: bytes) -> tuple[int, ...]:
-        """The disks that hold pages computed with weights that are unknown or differ from `weights`.
+        """Returns the disks that hold pages computed with weights that are unknown or differ from `weights`.
 
         Args:
             weights: 32-byte digest of the whole content of the engine's weights.

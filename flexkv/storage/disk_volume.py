@@ -113,7 +113,7 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
-        with contextlib.suppress(OSError):  # these only log; if the folder cannot be read, FolderLock raises
+        with contextlib.suppress(OSError):  # both only log; if the folder cannot be read, FolderLock raises
             _name_others(self.folder)
             name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)
@@ -222,8 +222,8 @@ class DiskVolume:
         return found
 
     def _settle_epoch(self, written: int | None, found: Mapping[int, Scanned]) -> None:
-        """Sets the index's epoch to the highest one known, or above it if the epoch's file was lost. If the index's own
-        epoch is lower, its rows are dropped.
+        """Sets the index's epoch to the highest known epoch, or to a higher one if the epoch's file was lost. If the
+        index's own epoch is lower, its rows are dropped.
         """
         epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])

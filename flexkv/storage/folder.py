@@ -60,8 +60,8 @@ def native_path(path: Path) -> str:
 
 
 def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup]) -> Path:
-    """The folder of a unit's slabs: a folder named after the unit, in a folder under `root` for this model and page
-    format.
+    """Returns the folder of a unit's slabs: a folder named after the unit, in a folder under `root` for this model and
+    page format.
 
     Raises:
         ConfigError: the unit's name is not allowed, or the fingerprint is not 32 bytes long; see also `slab_numbers`.

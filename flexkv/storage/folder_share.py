@@ -229,7 +229,9 @@ def _access_fault(root: Path, there: Path) -> str:
 
 
 def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
-    """Pairs of entries of `disk.folders` that are the same folder, written in two ways or reached through a link."""
+    """Returns the pairs of entries of `disk.folders` that name the same folder: written in two ways, or through a
+    link.
+    """
     first: dict[str, str] = {}
     pairs = []
     for folder in disk.folders:

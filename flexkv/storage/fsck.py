@@ -283,14 +283,15 @@ def _numbers(
     """Returns the current epoch, and the recorded count of openings (None if its file is missing or damaged).
 
     The epoch is the higher one of the epochs in the file `epoch` and in the index. Without an index, it is the highest
-    epoch in the file and in any page. If the file has no epoch either, it is the next even epoch after the highest
-    epoch in any page.
+    epoch in the file and in any page. If there is neither an index nor an epoch in the file, the epoch is the next even
+    number after the highest epoch in any page.
     """
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
     written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
     opens = number_if_whole(read_opens, folder, report.problems.append)
-    # If there are neither pages nor an index, a crash may have ended the first opening before it wrote these files.
+    # If there are neither pages nor an index, a crash may have ended the first opening before it wrote the files
+    # `epoch` and `opens`.
     if pages or not no_index:
         report.problems += [
             f"{folder / name} is missing: {WRITTEN_BACK}"

@@ -14,7 +14,9 @@ from flexkv.storage.base import Generations
 from flexkv.storage.number_file import read_number, write_number
 
 COUNTER_BITS = 40
-"""The lower bits of a generation count writes: a trillion per opening. The higher bits are the count of openings."""
+"""The number of lower bits of a generation. They count writes, up to a trillion per opening. The higher bits are the
+count of openings.
+"""
 
 MOST_OPENS = (1 << 24) - 1
 

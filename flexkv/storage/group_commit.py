@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 GROUP_S = 0.1
-"""Maximum seconds that a commit waits for more rows. Ten syncs per second cost a busy disk next to nothing."""
+"""Maximum seconds that a commit waits for more rows. Ten syncs per second cost a busy disk very little."""
 
 QUIET_S = 0.005
 """If no row has come for this long, in seconds, the burst is over and the commit stops waiting."""

@@ -80,8 +80,8 @@ class SlabHeader:
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
     """Returns a 32-byte digest for each group. Groups with the same number in two units have the same digest if their
-    slot images have the same encoding and geometry. Unless `is_plain`, their slabs, rules, reaches and signatures must
-    be the same, too.
+    slot images have the same encoding and geometry. If a unit's groups are not plain (`is_plain`), the slabs, rules,
+    reaches and signatures of the two groups must be the same, too.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.

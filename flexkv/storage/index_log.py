@@ -25,8 +25,8 @@ FRAME = struct.Struct(">IIIIII")
 checksums.
 """
 MAGIC = 0x377F0682
-"""The magic number without its lowest bit. That bit is the byte order of the words that the checksums add: 1 for
-big-endian.
+"""The magic number without its lowest bit. That bit gives the byte order in which the checksums read the log's words: 1
+for big-endian.
 """
 SUMMED_HEADER_BYTES, SUMMED_FRAME_BYTES = 24, 8
 WORDS = {0: "<u4", 1: ">u4"}

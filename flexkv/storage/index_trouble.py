@@ -61,9 +61,10 @@ def index_trouble(
 ) -> DiskError:
     """Returns an exception with the actual cause of SQLite's error about the database at `path`.
 
-    SQLite reports trouble and damage in the same words: "attempt to write a readonly database" for a read-only file
-    system and for a flipped bit. So this function tries the file system itself. If the database can be read from start
-    to end and a file can be written beside it, the database counts as damaged.
+    SQLite reports a fault of the file system and a damaged database in the same words. For example, it says "attempt to
+    write a readonly database" for a read-only file system and for a flipped bit. So this function tries the file system
+    itself. If the database can be read from start to end and a file can be written beside it, the database counts as
+    damaged.
 
     Args:
         room_bytes: number of bytes of disk space that the failed step may have needed.

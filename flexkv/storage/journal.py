@@ -172,8 +172,8 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system cannot start another thread
-            # The slabs hold the folder's lock. Journal and thread refer to each other, so they are not freed soon, and
-            # the folder would stay locked.
+            # The slabs hold the folder's lock. The journal and its thread refer to each other, so Python does not free
+            # them soon. Until then, the journal's slabs would keep the folder locked.
             self._slabs.clear()
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
@@ -336,8 +336,8 @@ class Journal:
         for number in slabs:
             error = self._slabs[number].sync()
             if error:
-                # The kernel has dropped the data that it could not write from its cache, so a retry would not write it
-                # either.
+                # The kernel has dropped from its cache the data that it could not write. A retry would not write that
+                # data either.
                 raise DiskError(f"fdatasync of the slab of group {number}: {os.strerror(-error)}")
 
     def _apply(self, record: Record, now_ms: int) -> None:

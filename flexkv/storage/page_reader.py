@@ -36,7 +36,7 @@ class InFlight:
 
     Attributes:
         since_s: when reading `page` began, in seconds of the monotonic clock.
-        page: index in the op of the page that is being read.
+        page: index of the page that is being read, among the op's pages.
         failed: indices of the op's earlier pages that failed.
     """
 
@@ -206,7 +206,7 @@ class PageReader(ABC):
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Ends the wait of the loads for this page: they continue if the page is verified, and fail otherwise."""
+        """Ends the wait of loads that need this page: they continue if the page is verified, and fail otherwise."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _put_stripes(

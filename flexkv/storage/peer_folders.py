@@ -104,7 +104,7 @@ def open_peer_folders(
 
 
 def same_format(theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup]) -> bool:
-    """Whether pages of both units have the same encoding in all groups, and the groups have the same rules.
+    """Whether the pages of two units have the same encoding in all groups, and the groups have the same rules.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.

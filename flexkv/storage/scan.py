@@ -17,7 +17,9 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.tags import TAG
 
 THREADS = 8
-"""Number of threads that read at once. Eight reach most of the rate at which an NVMe drive reads 4 KiB."""
+"""Number of threads that read at once. Eight threads reach most of the rate at which an NVMe drive can read pieces of 4
+KiB.
+"""
 
 BATCH_SLOTS = 1024
 

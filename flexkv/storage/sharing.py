@@ -15,7 +15,7 @@ are shorter.
 
 
 def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
-    """For each group, the number of its slab, which is the number of the first group that uses it.
+    """Returns for each group the number of its slab, which is the number of the first group that uses the slab.
 
     Raises:
         GeometryError: a group shares the slabs of a group that does not come before it, or its signature is too long.

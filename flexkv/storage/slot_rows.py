@@ -25,7 +25,7 @@ ROW = np.dtype(
 """The row of one slot.
 
 key: the page's key. generation: the page's generation; 0 if the slot is empty. expiry: Unix time in seconds at which
-the page becomes a miss; 0 for never. used: roughly when the page was last used, in unix milliseconds. tokens: number of
+the page becomes a miss; 0 for never. used: roughly when the page was last used, in Unix milliseconds. tokens: number of
 valid tokens in the page. group: number of the page's KV group.
 """
 

@@ -85,8 +85,8 @@ class StripedSlabs(Volumes):
         self._lane: c_ext.DiskLane | None = None
         self._weights = NamedDisks()
         self._resetting: list[tuple[int, Journal, threading.Event]] = []
-        """The disks on which the last reset was begun and `finish_reset` has not waited yet: number, journal, and the
-        event that is set when the reset is durable or has failed.
+        """The disks on which the last reset has begun and for which `finish_reset` has not waited yet. For each: its
+        number, its journal, and the event that is set when the reset is durable or has failed.
         """
         self._closed = False
         self._start_use()

@@ -105,8 +105,8 @@ class Keeper:
                 return
             run = next((run for run in self._runs if run.pid == ended.si_pid), None)
             if run is not None:
-                # Kills the rest of the plugin's process group before the plugin is reaped. After that, another group
-                # could get its number.
+                # Kills the rest of the plugin's process group before the plugin is reaped. Once the plugin is reaped,
+                # another process group could get the same number.
                 run.signal(signal.SIGKILL)
             _, status = os.waitpid(ended.si_pid, 0)
             if run is not None:
@@ -148,7 +148,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: is_ending.append(True))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if os.getppid() == order.parent:  # otherwise the engine has ended before the keeper watched it
+    if os.getppid() == order.parent:  # otherwise the engine has ended before `prctl` was called
         Keeper(order, woken).serve(is_ending)
 
 

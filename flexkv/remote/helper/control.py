@@ -144,7 +144,7 @@ def _run(box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int, ma
     ends the ops in flight and starts another helper.
     """
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # sets only this thread's value
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # sets only this thread's nice value
         worker = make()
     except BaseException as error:
         made.set_exception(error)

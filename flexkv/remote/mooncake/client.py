@@ -25,8 +25,8 @@ CLIENT_ENVIRONMENT = {
     "MC_TCP_LANES_PER_PEER": "8",  # with fewer lanes than values, a call waits for a stopped owner several times
 }
 """Environment variables of a process that opens a Mooncake store. (An owner of memory is a process whose memory holds
-values.) They must be set when the process starts, because the library reads them only once. Values that an operator has
-set win: `{**CLIENT_ENVIRONMENT, **environment}`.
+values.) The variables must be set when the process starts, because the library reads them only once. Values that an
+operator has set win: `{**CLIENT_ENVIRONMENT, **environment}`.
 """
 
 AGAIN_S = 0.5
@@ -142,9 +142,9 @@ class Client:
         """Registers `memory` with the transport, now or as soon as there is a client. Returns why the memory cannot be
         used; empty if it can, or if it is not registered yet.
 
-        Does nothing for TCP, which is no faster with registered memory (0.98 to 1.08 of the rate without it, values of
-        2 MiB, benchmarks/remote_mooncake.py). It is also safer not to register memory: the library listens on all
-        interfaces, and can serve only memory that is registered.
+        Does nothing for TCP, which is no faster with registered memory. (For values of 2 MiB, the rate with registered
+        memory is 0.98 to 1.08 times the rate without it; measured by benchmarks/remote_mooncake.py.) It is also safer
+        not to register memory: the library listens on all interfaces, and can serve only memory that is registered.
         """
         if not self._devices:
             return ""

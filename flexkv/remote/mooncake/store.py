@@ -140,7 +140,9 @@ class MooncakeStore(Store):
         return [code if code >= 0 else NO_VALUE if code == ABSENT else NOT_SAID for code in codes]
 
     def _size(self, name: str, until_s: float) -> int:
-        """Returns the bytes of the name's value, or the library's error code; -900 if the library was not called."""
+        """Returns the size in bytes of the name's value, or the library's error code; -900 if the library was not
+        called.
+        """
         client = self._client_until(until_s)
         return -900 if client is None else self._heard([int(client.get_size(name))])[0]
 
@@ -236,7 +238,7 @@ class MooncakeStore(Store):
         self, names: Sequence[str], sizes: Sequence[int], doubtful: Sequence[int], until_s: float
     ) -> list[int]:
         """Returns the indices in `doubtful` whose values have a size in the store that differs from `sizes`. Asks for
-        the sizes, because the library has the same codes for a value that does not fit and for a failed transfer.
+        the sizes, because the library returns the same codes for a value that does not fit as for a failed transfer.
         """
         found = []
         for number in doubtful:

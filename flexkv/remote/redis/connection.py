@@ -39,7 +39,9 @@ class Login:
 
 
 class Connection:
-    """The connection to one server. Only one call may use it at a time: first `open_steps`, then `stream`."""
+    """The connection to one server. Only one call may use it at a time. A call first runs `open_steps`, then uses
+    `stream`.
+    """
 
     def __init__(self, address: Address, login: Login, tls: ssl.SSLContext | None, connect_s: float) -> None:
         self.address = address

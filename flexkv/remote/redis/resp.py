@@ -18,7 +18,7 @@ class OutOfStep(ConnectionFailed):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A server's error, or this client's own text for a reply that never came."""
+    """An error that a server sent, or a text by this client that stands for a reply that never came."""
 
     text: str
 
@@ -42,7 +42,7 @@ MOST_DIGITS = 18
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
-"""The most frequent lines with their meaning. This saves parsing time, because hundreds of these lines come in one
+"""The most frequent lines with their meaning. The table saves parsing time, because hundreds of these lines come in one
 call.
 """
 

@@ -16,8 +16,8 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
 from flexkv.remote.redis.turns import Steps, Turn, TurnWait
 
 LINE_BYTES = 8192
-"""Size of the buffer for the lines of replies, and so the most bytes of a line. If the beginning of a value arrives in
-this buffer, behind the line before the value, it is copied to the value's memory.
+"""Size of the buffer for the lines of replies, and so the maximum length of a line, in bytes. If the beginning of a
+value arrives in this buffer, behind the line before the value, it is copied to the value's memory.
 """
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """The most buffers in one `sendmsg` call."""
@@ -86,8 +86,8 @@ class SocketStream:
         number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise ConnectionFailed(f"no connection: {os.strerror(number)}")
-        # Disables Nagle's algorithm, which would delay a packet to fill it with further bytes. None would come, because
-        # commands are sent in one piece and then wait for replies.
+        # Disables Nagle's algorithm, which would delay a packet to fill it with further bytes. No further bytes would
+        # come, because the client sends commands in one piece and then waits for the replies.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             yield from self._handshake(self._tls)

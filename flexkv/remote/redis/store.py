@@ -169,8 +169,8 @@ class RedisStore(Store):
         return replies
 
     def _run(self, exchanges: Mapping[int, Exchange]) -> None:
-        """Carries out the exchanges; the keys are the servers' numbers. At the same time pings servers that have rested
-        long enough.
+        """Carries out `exchanges`, which maps servers' numbers to the exchanges with them. At the same time pings
+        servers that have rested long enough.
         """
         retry_s = time.monotonic() + RETRY_S
         pings = {
