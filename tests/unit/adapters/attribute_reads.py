@@ -67,8 +67,8 @@ def _package(module: str) -> str:
 
 
 class _Noting(ast.NodeTransformer):
-    """Rewrites reads of attributes. Annotations and the patterns of `match` statements stay as they are, because they
-    read nothing.
+    """Rewrites each read of an attribute into a call that records the read. Annotations and the patterns of `match`
+    statements stay as they are, because they read no attribute.
     """
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
@@ -130,7 +130,7 @@ class _Finder(MetaPathFinder):
 
 
 def start() -> None:
-    """Starts to record reads. Call it before the adapter is imported."""
+    """Starts recording the attributes that the adapter reads. Call it before the adapter is imported."""
     early = [name for name in sys.modules if any(f"{name}.".startswith(f"{one}.") for one in PACKAGES)]
     assert not early, f"imported before: {early}"
     sys.meta_path.insert(0, _Finder())

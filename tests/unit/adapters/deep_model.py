@@ -19,11 +19,11 @@ WIDTH, HEADS, HEAD = 64, 4, 16
 BLOCK, BLOCKS = 16, 9
 WORDS = 100
 FEW = 16
-"""If a sequence has fewer rows than this number, attention sums over the sequence's keys in parts, as kernels for
+"""If a sequence has fewer query rows than this number, attention sums over the sequence's keys in parts, as kernels for
 decoding do. The result is then rounded differently.
 """
 PART = 8
-"""Number of keys in one of these parts."""
+"""Number of keys in each part, if attention sums over a sequence's keys in parts."""
 
 
 @dataclass(frozen=True)

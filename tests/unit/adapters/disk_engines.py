@@ -19,8 +19,9 @@ SLAB_BYTES = 4 << 20
 
 
 def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
-    """Returns a function that makes engines with a disk tier in `folder`; each call first closes the engine that it
-    made before. Engines recompute failed loads unless `settings`, or the settings of the call, give them another role.
+    """Returns a function that makes engines with a disk tier in `folder`. Each call first closes the engine that the
+    previous call made. Engines compute the blocks of failed loads again, unless `settings` or the settings of the call
+    give another `role`.
     """
     engines: list[MiniEngine] = []
     fixed = {

@@ -1,4 +1,4 @@
-"""An engine whose KV memory is on a FAKE GPU: plain memory behind the product's CUDA lane, with a fake driver. One
+"""An engine whose KV memory is on a FAKE GPU: plain memory that flexkv's CUDA lane accesses through a fake driver. One
 thread per stream runs the work that the engine enqueues. A test can hold a forward pass; then all later work on the
 stream waits.
 """
@@ -32,8 +32,8 @@ def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
 
 
 class GpuWorker(WorkerSide):
-    """A worker on the fake GPU. The fake GPU copies to and from unpinned host memory, so a slot can be used as soon as
-    its memory exists.
+    """A worker on the fake GPU. The fake GPU copies to and from unpinned host memory, so a slot of host memory can be
+    used without waiting until it is pinned.
     """
 
     gpu: ClassVar[Any] = None

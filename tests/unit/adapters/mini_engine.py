@@ -110,7 +110,7 @@ class MiniEngine:
         self._held: list[Any] = []
 
     def take_handshakes(self) -> None:
-        """Passes the handshakes of all workers to the scheduler's side, except of workers that make none."""
+        """Passes the handshakes of the workers to the scheduler side. A worker may make no handshake."""
         handshakes = {worker.rank: worker.handshake() for worker in self.workers}
         self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
 
@@ -338,7 +338,8 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        # As in vLLM's two model runners, a load that the forward pass does not read begins after the pass.
+        # As in vLLM's two model runners, a load begins after the forward pass if this pass does not read the loaded
+        # blocks.
         sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
         if sync:
@@ -368,8 +369,8 @@ class MiniEngine:
             self.after_layer(number)
 
     def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
-        """Returns for each request of the step the first position that the step computes, and the position after the
-        last.
+        """Returns each request of the step with two positions: the first position that the step computes, and the
+        position after the last one that it computes.
         """
         parts = []
         for name, tokens in scheduled.items():

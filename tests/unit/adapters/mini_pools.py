@@ -25,8 +25,8 @@ LAYERS, HEADS, CONTENT = 2, 2, 8
 
 
 def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
-    """Makes one KV group of full attention with layout LBHNC in float32. With `latent`, it is an MLA group, which has
-    one head and no V.
+    """Makes a KV cache configuration with one group of full attention, with layout LBHNC in float32. With `latent`, it
+    is an MLA group, which has one head and no V.
     """
     heads = 1 if latent else heads
     names = [f"layer.{i}" for i in range(layers)]
@@ -73,7 +73,7 @@ class Live:
 
 
 Part = tuple[Live, int, int]
-"""A request, and positions [first, end) of it."""
+"""A request, and the first position and the position after the last one of a range of its tokens."""
 
 
 class MiniPools:

@@ -1,6 +1,6 @@
-"""An engine that calls a connector in a random order, as real engines may. It looks requests up without allocating for
-them, ends them at any moment, preempts them, reuses their names, computes prompts in chunks, and resets its cache. A
-test can check every value in its blocks.
+"""An engine that calls a connector in a random order, as real engines may. It looks requests up without allocating
+blocks for them, ends them at any moment, preempts them, reuses their names, computes prompts in chunks, and resets its
+cache. A test can check every value in its blocks.
 """
 
 from __future__ import annotations

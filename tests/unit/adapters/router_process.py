@@ -1,4 +1,4 @@
-"""Runs processes one after another that serve requests with the same disk folder. Each process has its own router,
+"""Runs processes one after another. Each process serves requests with the same disk folder and has its own router,
 which gets the events of that process only.
 """
 

@@ -27,9 +27,9 @@ class Router:
     router fails if a block is announced twice, or removed without having been announced.
 
     Args:
-        misses_one: for control tests. The router ignores one event, which removes the first block of a prompt from the
-            last medium that has it. If the block is announced again before a request needs it, the router ignores
-            another such event instead.
+        misses_one: for control tests. The router ignores one event that reports a removal: the one that removes the
+            first block of a prompt from the last medium that has it. If the block is announced again before a request
+            needs it, the router ignores another such event instead.
     """
 
     def __init__(self, misses_one: bool = False) -> None:

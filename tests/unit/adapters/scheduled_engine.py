@@ -1,5 +1,6 @@
-"""vLLM's own scheduler and block pools around the scheduler's and the worker's side of the connector. No model is run:
-a "forward pass" checks every number that it reads, and writes the expected numbers into every KV group.
+"""An engine made of vLLM's own scheduler and block pools, and of the scheduler's and the worker's side of flexkv's
+connector. No model is run: a "forward pass" checks every number that it reads, and writes the expected numbers into
+every KV group.
 """
 
 from __future__ import annotations
@@ -350,8 +351,8 @@ class ScheduledEngine:
         return 0
 
     def _value(self, request: Request, group: int, tokens: int) -> float:
-        """Returns the number expected in a group for the last of the request's first `tokens` tokens. It depends on all
-        of them.
+        """Returns the number that a group's KV must have for the token at position `tokens - 1`. The number depends on
+        all tokens up to this one.
         """
         return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 

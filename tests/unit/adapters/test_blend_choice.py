@@ -27,13 +27,14 @@ RATIO = 1 / 3
 WAIT_S = 20.0
 
 APART = ((3.0, 3.0, 2.5, 0.0, 0.0, 2.5), (0.0, 0.0, 2.5, 3.0, 3.0, 2.5))
-"""For each rank, how far the cached keys of the reused rows are from the fresh keys. Summed over all heads, the third
-and the sixth row differ most, but on neither rank alone."""
+"""For each rank, how far the cached keys of the reused rows are from the fresh keys. Summed over the heads of both
+ranks, the third and the sixth row differ most. On each rank alone, two other rows differ most.
+"""
 OF_BOTH, OF_FIRST, OF_SECOND = [4, 7], [2, 3], [5, 6]
 SAME = ((1.0,) * 6,) * 2
 ROUNDING = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0]) * 1e-6
 """Relative differences by which the second rank's sums are larger than the first rank's, as if through rounding. If all
-rows are otherwise equal, these differences decide which rows are kept.
+rows are otherwise equal, these differences decide which rows are computed again.
 """
 
 
@@ -115,7 +116,7 @@ Keep = Callable[..., list[list[int]]]
 @pytest.fixture
 def keep(monkeypatch: pytest.MonkeyPatch) -> Keep:
     """Returns a function that runs a forward pass on two ranks and returns, for each rank, which of the reused rows it
-    keeps.
+    computes again.
     """
 
     def run(apart: tuple[tuple[float, ...], ...], group: Group) -> list[list[int]]:

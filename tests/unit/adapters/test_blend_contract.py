@@ -18,7 +18,7 @@ BACKEND = min(TESTED[engine_release()])
 
 
 def engine(**changed: Any) -> Any:
-    """Makes an engine's configuration that allows blending, with some values changed. A keyword has `__` in place of
+    """Makes an engine's configuration that allows blending, with some values changed. In a keyword, `__` stands for
     each dot of the value's name.
     """
     config = SimpleNamespace(

@@ -62,8 +62,8 @@ def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
 
 
 def most_alive(blending: BlendForward, made: list[Any]) -> int:
-    """Returns the largest number of layers whose keys and values are alive at the same time. Counts whenever a layer's
-    rows are taken.
+    """Returns the largest number of keys and values (tensors of any layer) that are alive at the same time. It counts
+    them whenever a layer's rows are taken.
     """
     alive = []
 
@@ -80,8 +80,8 @@ def most_alive(blending: BlendForward, made: list[Any]) -> int:
 
 
 def test_no_more_than_one_layers_keys_and_values_are_kept(blending: BlendForward, made: list[Any]) -> None:
-    """A forward pass keeps only one layer's keys and values. On a GPU these are views of the layer's complete
-    projection, so keeping them would keep the projection of every row of the batch.
+    """A forward pass keeps the keys and values (two tensors) of only one layer. On a GPU these are views of the layer's
+    complete projection, so keeping them would keep the projection of every row of the batch.
     """
     assert most_alive(blending, made) == 2
 

@@ -219,8 +219,8 @@ def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
 def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the forward pass leaves a layer before it has taken the layer's rows, and the pipeline fills the
-    buffer with rows of a later layer. The check of the pool notices this.
+    """As a control, the forward pass releases a layer's buffer before it has copied the layer's rows from the buffer,
+    so the pipeline fills the buffer with rows of a later layer. The check of the pool must notice this.
     """
 
     def too_early(self: LoadedLayers, layer: int) -> Any:
@@ -327,7 +327,7 @@ def test_a_source_that_fails_ends_the_forward_and_leaves_nothing_open(
 
 
 def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
-    """Appends to `waits` the largest time for which each close of a pipeline may wait."""
+    """Makes each close of a pipeline append to `waits` the longest time that the close may wait."""
     of_pipeline = LoadPipeline.precede_caller
 
     def precede_caller(self: LoadPipeline, deadline_s: float) -> bool:
@@ -386,7 +386,7 @@ def test_the_engines_own_work_on_a_gpu_does_not_count_as_a_late_copy(
     blending: Any, copies: Copies, cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, on_the_host: bool
 ) -> None:
     """On a GPU, the engine's own unfinished work does not count as a late copy. The last copies wait for buffers that
-    earlier layers of the model still read, and those layers are only enqueued when the pipeline is closed.
+    earlier layers of the model still read. When the pipeline is closed, those layers are enqueued but have not run yet.
     """
     device = BusyGpu()
     monkeypatch.setattr(cache, "deadline_s", 0.05)

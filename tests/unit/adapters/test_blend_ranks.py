@@ -225,7 +225,7 @@ def test_rows_are_those_of_the_first_rank_and_all_if_it_cannot_choose(
 @pytest.mark.parametrize("layer", [0, CHECK + 1, LAYERS - 1])
 def test_rows_that_may_be_lost_are_lost_on_the_rank_that_cannot_take_them(world: World, layer: int) -> None:
     """If a rank cannot capture rows of a new segment, the segment is lost on this rank, and the forward pass goes on.
-    In the next test, the control, the forward pass may not lose such rows.
+    The next test is the control: there, the forward pass may not lose such rows.
     """
     world.may_lose = True
     for _, keep in world.run(failing(("taken", layer), error=MemoryError)):

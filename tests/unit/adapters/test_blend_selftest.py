@@ -1,4 +1,4 @@
-"""When blending starts, its self-test compares each row separately."""
+"""Tests the self-test that blending runs when it starts. The self-test compares each row of a result separately."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def test_what_is_no_number_is_no_number() -> None:
 # --- deep models, in which rounding errors add up ---
 
 DEEP, GAIN = 48, 2.5
-"""Number of layers, and scale of the weights, of a bfloat16 model. Even its correct rows differ by more than the limit
-that holds for every model."""
+"""Number of layers, and scale of the weights, of a bfloat16 model. Even its correct rows differ from the expected ones
+by more than the limit that holds for every model (`LIMITS`).
+"""
 
 
 def refusal_of(
@@ -193,9 +194,9 @@ def test_no_depth_explains_a_row_that_is_off_by_a_quarter() -> None:
 def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
     monkeypatch: pytest.MonkeyPatch, test: int, scaled: bool
 ) -> None:
-    """Tests that compare runs of the same kernels do not get the larger limit for deep models. In this test, the
-    outputs of two such runs differ by more than the limit for every model, but by less than the limit of a deep model's
-    oracle.
+    """The larger limit for deep models does not hold for the self-test's comparisons of two runs with the same kernels.
+    In this test, the outputs of two such runs differ by more than the limit that holds for every model, but by less
+    than the limit for a deep model. In the control, the general limit is larger than the difference.
     """
     off = 3 * LIMITS[torch.bfloat16]
     blended = make_test(monkeypatch, DeepModel(DEEP, torch.bfloat16, GAIN), torch.bfloat16)
@@ -205,7 +206,8 @@ def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
 
     def moved(reused: Any, taken: Any = ()) -> Any:
         calls.append(reused)
-        # The first call runs layer by layer. The second measures rounding errors. The third has a ratio of 1.
+        # The first call runs layer by layer. The second measures rounding errors. The third computes all reused rows
+        # again (ratio 1).
         return run(reused, taken) * (1 + off * (len(calls) == 1 + 2 * test))
 
     monkeypatch.setattr(blended, "_run", moved)

@@ -1,5 +1,5 @@
-"""A rank's start and its steps with blending. Either all ranks blend or none does, and every row of a step is
-counted.
+"""Tests the start of ranks with blending, and their steps. Either all ranks blend or none does. If vLLM runs a step
+without calling the model's forward function, the rows of the step are counted in a metric.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def unplaced(ranks: Ranks) -> dict[str, float]:
 
 
 def run_steps(ranks: Ranks, calls_forward: bool) -> dict[str, float]:
-    """Runs two steps with blending. Returns the number of counted rows, by outcome."""
+    """Runs two steps with blending. Returns the values of the metric of blended rows, by outcome."""
     ranks.start()
     worker = ranks.started[0]
     for _ in range(2):

@@ -307,8 +307,8 @@ def test_the_model_computes_a_step_without_any_of_its_chunks(monkeypatch: pytest
 def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
     monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
 ) -> None:
-    """If only one rank does not find a chunk's rows or segments, both ranks compute the chunk fully. In the control the
-    ranks do not agree on the chunks, and one rank computes fewer rows than its peer.
+    """If only one rank does not find a chunk's rows or segments, both ranks compute the chunk fully. In the control,
+    the ranks do not agree on the chunks, and one rank computes fewer rows than the other.
     """
     rank = Rank(BOTH, "a", "b")
     other.forward.ran.clear()
@@ -372,7 +372,7 @@ def test_the_model_computes_a_step_that_loses_rows_again_and_again(monkeypatch: 
 def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_both(
     monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
-    """If one rank cannot read its batch, the model computes the step on both ranks. In the control, without the guard,
+    """If one rank cannot read its batch, both ranks run the step without blending. In the control, without the guard,
     the failing rank raises, and the other rank waits for it.
     """
     ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")

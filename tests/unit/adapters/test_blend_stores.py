@@ -93,8 +93,8 @@ def test_what_is_captured_in_chunks_comes_back_in_each_layer(
     pages: BlendPages, ends: tuple[int, ...], wrong: str
 ) -> None:
     """A segment that is captured in chunks is loaded again with the right rows in every layer. The last chunk has one
-    row more than the segment: the engine computes its first generated token with it. In the control cases all chunks go
-    to the first chunk's position, or layers are exchanged.
+    row more than the segment, because the engine computes its first generated token with it. In the control cases all
+    chunks go to the first chunk's position, or layers are exchanged.
     """
     asks = NewSegment(SEGMENT, "", 1)
     wanted = planes_of(SEGMENT)
@@ -212,7 +212,7 @@ def test_new_weights_make_a_store_in_flight_a_miss(
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the weights change, no step waits until the tiers have confirmed that they dropped the pages. Later polls
-    wait instead.
+    check this. As a control, the library's own call waits.
     """
     capture(pages)
     end_stores(pages)

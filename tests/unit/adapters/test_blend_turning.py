@@ -30,7 +30,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Pages:
-    """Makes pages. With device "stand-in", the pages use torch's CPU memory and streams in place of a GPU's."""
+    """Makes one rank's `BlendPages`. With device "stand-in", they use torch's CPU memory and streams in place of a
+    GPU's.
+    """
 
     def __init__(self) -> None:
         self.made: list[BlendPages] = []

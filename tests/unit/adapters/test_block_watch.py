@@ -47,8 +47,8 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
 
 
 def test_steps_that_hand_out_no_block_look_at_none() -> None:
-    """If the pool allocates no block, `take_reused` looks at no watched block. The control shows that such a look would
-    be counted.
+    """If the pool allocates no block, `take_reused` looks at no watched block. The control shows that the test counts
+    each look at a watched block.
     """
 
     class Counted(dict):  # type: ignore[type-arg]
@@ -123,8 +123,9 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 
 
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
-    """Both holds on the same blocks report which blocks the pool allocated. Beginning a store of a held block does not
-    change the order of the engine's free queue.
+    """A hold on freed blocks reports which of them the pool has allocated again. Another hold on the same blocks, which
+    has ended before, reports none. Beginning a store of a held block does not change the order of the engine's free
+    queue.
     """
     pool = make_pool(8)
     watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)

@@ -1,5 +1,5 @@
-"""Refusals and warnings of flexkv's implementation behind `FlexKVConnectorV1`, the connector class that vLLM ships for
-flexkv. Another test checks the hits with the real engine.
+"""Tests the refusals and warnings of flexkv's implementation behind `FlexKVConnectorV1`, the connector class that vLLM
+ships for flexkv. Another test checks the hits with the real engine.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str,
 
 def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector that fails to start does not count as the engine's connector, even while its exception keeps the
-    object alive. The control: after a connector that works, a second one is refused.
+    object alive. As a control, after a connector that works, a second one is refused.
     """
     asked = engine()
     with monkeypatch.context() as refused:

@@ -62,7 +62,7 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
     assert "less than one prompt of max_model_len (512 tokens)" in warning
     found = re.search(rf"set {re.escape(key)} to (\d+) \(", warning)
     assert found is not None, warning
-    # The size that the warning asks for suffices; one block less does not.
+    # The size that the warning recommends suffices; a size that is one block smaller leads to a warning.
     engine.close()
     for spare, warned in ((0, 0), (SLOT_BYTES, 1)):
         log.clear()
@@ -81,7 +81,7 @@ def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
         log.clear()
         engine = make_engine(
             prompt_limit=PromptLimit(tokens, "max_model_len"),
-            # Stores of all of the prompt's blocks may be in flight at the same time.
+            # The setting allows that stores of all blocks of the prompt are in flight at the same time.
             **{"host.bytes": blocks * SLOT_BYTES, "store.max_reference_share": 1.0},
         )
         assert bool(warnings(log)) == warned

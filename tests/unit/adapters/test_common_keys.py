@@ -139,7 +139,8 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     settings = load_config(COMMON, {})
     other = EngineArguments.of(arguments(model=str(folder)))
     assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
-    # The namespace depends neither on how the engine itself reads the model's file nor on the size of the pool.
+    # The namespace depends neither on the names that the engine gives to its layers nor on the number of blocks in its
+    # pool.
     assert vllm(folder, one_group(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
     # Keys of the engines' own key schemes are in other namespaces.
     engine = load_config({}, {})

@@ -29,8 +29,8 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Returns a function that makes engines with a disk tier in the test's folder; each call first closes the engine
-    made before.
+    """Returns a function that makes engines with a disk tier in the test's folder. Each call first closes the engine
+    that the previous call made.
     """
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
@@ -87,8 +87,8 @@ def test_every_mode_keeps_everything_over_an_orderly_end(
 
 @pytest.mark.parametrize("mode", ["through", "back", "evict"])
 def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
-    # One slot in 16 is kept free for a burst of stores. A burst can only use slots that are free when it begins, so
-    # evicting needs a larger tier.
+    # One slot in 16 is kept free for a burst of stores. A burst can only use slots that are free when it begins, so the
+    # mode "evict" needs a larger tier in this test.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
     slots = engine.unit.slots
@@ -181,8 +181,8 @@ def test_a_reset_reaches_the_disk(make_disk_engine: Make) -> None:
     assert engine.run(make_request(PROMPT, "two")) == 0
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-    # After a reset, no other process can know the weights. So a later engine does not find the pages that this engine
-    # stored after the reset.
+    # After a reset, no other process can identify the weights that are now in use. So a later engine does not find the
+    # pages that this engine stored after the reset.
     engine = make_disk_engine()
     assert engine.run(make_request(PROMPT, "four")) == 0
     engine = make_disk_engine()

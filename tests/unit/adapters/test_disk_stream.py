@@ -21,8 +21,8 @@ MODES = ("async", "sync", "layerwise")
 
 @pytest.fixture
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
-    """Returns a function that makes engines that stream from the test's folder; each call first closes the engine made
-    before.
+    """Returns a function that makes engines that stream from the test's folder. Each call first closes the engine that
+    the previous call made.
     """
     return in_turn(make_engine, tmp_path, **{"disk.stream": True})
 

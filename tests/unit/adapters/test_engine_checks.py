@@ -172,8 +172,8 @@ def test_a_backend_without_prefix_caching_in_batch_invariant_mode_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
     """In batch-invariant mode, flexkv refuses attention backends for which vLLM itself turns prefix caching off. The
-    test checks vLLM's source for this, too. The control: without the mode, or with another backend, flexkv does not
-    refuse the engine.
+    test also checks in vLLM's source that vLLM does this. As a control, without the mode or with another backend,
+    flexkv does not refuse the engine.
     """
     condition = inspect.getsource(attention), inspect.getsource(mla_attention)
     assert all(

@@ -101,8 +101,8 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
-    """The two ops of a store announce only their own blocks. The blocks of the op that writes to disk are not
-    announced. The blocks of the op that copies to host memory are.
+    """A store may have one op that writes to disk and one that copies to host memory. When pages are published in host
+    memory, only the blocks of the op that copies there are announced.
     """
     geometry = PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)
     host: Any = SimpleNamespace(in_use=True)

@@ -1,4 +1,4 @@
-"""If copies fail, stall or are late, no wrong byte is served, and flexkv makes every report exactly once."""
+"""If copies fail, stall or are late, no wrong byte is served, and flexkv reports each result to vLLM exactly once."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
 
 def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
     """A load that gets no queue entry before its deadline fails at its deadline. The load whose copies are in flight is
-    reported when they have stopped.
+    reported later, when its copies have stopped.
     """
     engine, slow, requests = four_loads(make_engine, PROMPT, **{"load.deadline_s": 0.05})
     names = [request.request_id for request in requests]

@@ -25,7 +25,7 @@ OTHER = list(range(60, 97))
 
 
 class GpuEngine(ScheduledEngine):
-    """An engine whose KV memory is on the fake GPU `world`."""
+    """An engine whose KV memory is on a fake GPU, `world`."""
 
     world: FakeGpuWorld
 

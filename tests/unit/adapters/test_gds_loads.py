@@ -27,8 +27,8 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Returns a function that makes engines with GDS loads from the test's folder; each call first closes the engine
-    made before.
+    """Returns a function that makes engines with GDS loads from the test's folder. Each call first closes the engine
+    that the previous call made.
     """
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
@@ -115,7 +115,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
     assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
     assert gds_pages(engine) == 5
     assert engine.invalid == set()
-    # With "auto", GDS is off in this mode, because a step would wait for a disk.
+    # With `disk.gds` "auto", GDS is off in this load mode, because a step would wait for a disk.
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
     assert make_gds(**{"load.mode": mode, "disk.gds": "auto"}).unit.slabs is None
 

@@ -20,8 +20,8 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Returns a function that makes engines with GDS stores to the test's folder; each call first closes the engine
-    made before.
+    """Returns a function that makes engines with GDS stores to the test's folder. Each call first closes the engine
+    that the previous call made.
     """
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 

@@ -1,5 +1,6 @@
-"""Generated blocks are offered several at a time. flexkv records the length at which a request's next blocks are due,
-and steps skip the request until it has this length. flexkv deletes the record when blocks must be offered again.
+"""flexkv offers the blocks of generated tokens to the tiers several at a time. It records the length at which a
+request's next blocks are due, and steps skip the request until it has this length. flexkv deletes the record when
+blocks must be offered again.
 """
 
 from __future__ import annotations

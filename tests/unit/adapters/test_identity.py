@@ -107,7 +107,7 @@ def test_a_load_of_another_unit_is_refused_and_its_blocks_are_named(
 def test_without_the_check_the_other_engine_reads_wrong_kv(
     make_engine: Make, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: if the worker accepts the orders of any unit, the second engine gets the first engine's KV."""
+    """As a control, the worker accepts the orders of any unit. The second engine then gets the first engine's KV."""
     _, second = two_engines(make_engine, **{"load.mode": mode})
     # The second unit must also accept the worker's reports.
     monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
@@ -131,8 +131,8 @@ def test_stores_of_another_unit_are_refused_and_not_published(make_engine: Make)
 
 
 def test_a_step_of_another_unit_takes_no_report_of_this_one(make_engine: Make) -> None:
-    """When a worker runs a step of another unit, it does not report the results of its own unit's ops to it. The worker
-    keeps them for its own unit's scheduler.
+    """When a worker runs a step of another unit, it does not report the results of its own unit's ops to that unit. The
+    worker keeps the results for its own unit's scheduler.
     """
     first, second = two_engines(make_engine, remote=True)
     first.add(make_request(list(range(700, 723)), "new"))
@@ -380,9 +380,9 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """Steps of several units on one worker are one error, and their results stay separate. If a step is interrupted,
-    its results are not reported, and must not be reported later to the unit of the next step. The control: between
-    steps of the same unit, no result is dropped.
+    """If several units run steps on the worker of another unit, flexkv logs one error, and the results of the units
+    stay separate. If a step is interrupted, its results are not reported, and must not be reported later to the unit of
+    the next step. As a control, between steps of the same unit no result is dropped.
     """
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())

@@ -146,8 +146,8 @@ def of_adapter(config: Any) -> bytes:
 def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
     name: str, separate: bool
 ) -> None:
-    """If only this run can name an adapter, its number is part of the namespace, because the adapter's files do not
-    show which content the engine has loaded.
+    """If an adapter's name is valid only in this run, the adapter's number is part of the namespace too, because the
+    adapter's files do not show which content the engine has loaded.
     """
     names = RequestNamespaces(bytes(32), {})
     names._loras = SimpleNamespace(name=lambda path: name)  # type: ignore[assignment]
@@ -168,7 +168,7 @@ def test_an_adapter_that_only_this_run_names_has_its_number_in_the_namespace(
 # --- the lists are complete ---
 
 OWN_TABLE = "has a table of its own"
-"""The reason that a table gives for a field that is an object with its own table."""
+"""The reason that a table gives for leaving out a field that is an object with its own table."""
 
 
 def class_of(table: FieldTable) -> type:
@@ -248,8 +248,8 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """Returns an engine that is configured with the table's object, and the function for the keys that the object
-    affects.
+    """Returns an engine's configuration that contains the table's object, and the function that computes the keys'
+    namespace that the object affects.
     """
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 

@@ -56,7 +56,9 @@ def asks(engine: MiniEngine, name: str, identifier: str) -> int:
 
 
 def makes(make_engine: Make, folder: Path, mode: str = "eager", **settings: Any) -> Make:
-    """Returns a function that makes engines over one disk folder; each call first closes the engine made before."""
+    """Returns a function that makes engines with one disk folder. Each call first closes the engine that the previous
+    call made.
+    """
     return in_turn(
         make_engine, folder, blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0} | settings
     )

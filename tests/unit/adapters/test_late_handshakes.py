@@ -128,9 +128,9 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """If a rank has a pool, a handshake with another pool is refused for it. Otherwise a worker of another engine with
-    the same name could be taken for the rank. The control: a rank may repeat its handshake, once at the start and once
-    in the first step's report.
+    """Once a rank has made a handshake, another handshake for this rank is refused if it names another pool. Otherwise
+    a worker of another engine with the same name could be taken for the rank. As a control, a rank may repeat its own
+    handshake, once at the start and once in the first step's report.
     """
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)

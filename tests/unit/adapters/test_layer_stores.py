@@ -84,7 +84,7 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
 
 @pytest.mark.parametrize("again", [True, False], ids=["", "control"])
 def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make, again: bool) -> None:
-    """No layer is copied while the forward pass may begin again, because the second attempt writes other rows. In the
+    """No layer is copied while the forward pass may begin again, because a second attempt may write other rows. In the
     control, the forward pass cannot begin again, as without blending.
     """
     worker = faulty_worker()
@@ -166,8 +166,8 @@ class OpsSpy:
 
 
 def test_a_layer_waits_for_those_before_it() -> None:
-    """A layer's copy also waits for all earlier layers, because an op copies its layers in order. If a later layer is
-    written first, it is opened together with the layers before it.
+    """The copy of a layer waits until all earlier layers are written too, because an op copies its layers in order. If
+    a later layer is written first, its copy is allowed together with those of the layers before it.
     """
     op = TransferOp(
         OpId(1), OpKind.D2H, 0, Priority.STORE, np.zeros(1, np.int32), np.zeros(1, np.int32), layerwise=True
@@ -268,8 +268,8 @@ def test_the_step_after_one_that_broke_off_gives_its_stores_up(make_engine: Make
 def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
-    """No page is published that was computed from a failed load. The layers were copied before the failure was known;
-    the step's report prevents that their pages are published.
+    """No page is published that was computed from a failed load. The layers are copied before the failure is known. The
+    step's report then prevents the publication of their pages.
     """
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)

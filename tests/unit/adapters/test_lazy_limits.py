@@ -136,9 +136,9 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
 
 
 def _pages_in_neither(make_engine: Make) -> list[int]:
-    """Runs a step after a request's end in which the engine allocates as many blocks as one step can compute, before
-    the connector has looked at the free queue. Returns the numbers of the request's pages that are neither in the
-    engine's own prefix cache nor stored.
+    """Lets the engine allocate as many blocks as one step can compute, right after a request's end, before the
+    connector has looked at the free queue. Returns the numbers of the request's pages that are neither in the engine's
+    own prefix cache nor stored.
     """
     engine = make_engine(blocks=7, **LAZY | {"store.max_reference_share": 0.2})
     request = make_request(PROMPT, "one")
@@ -182,8 +182,8 @@ def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int
 
 
 def _offers_to_a_full_queue(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Fills a rank's queue with one store that stalls. Returns how many stores eight steps plan meanwhile, and how many
-    pages are stored after the stalled store has ended.
+    """Fills a rank's queue with one store that stalls, and runs eight steps. Returns how many stores these steps plan,
+    and how many pages are stored after the stalled store has ended.
     """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=12, worker_class=worker, **LAZY, **{"transfer.queue_ops": 1})
@@ -315,8 +315,8 @@ def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Ma
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_what_finds_no_slot_beside_what_is_cached_is_counted(make_engine: Make, refused: bool) -> None:
-    """Two of the request's five blocks are already cached. With `refused`, the other three may not be stored, and
-    flexkv counts them as missed.
+    """Two of the request's five blocks are already cached. With `refused`, the manager allows no store in flight. So
+    the other three blocks are not stored, and flexkv counts them as missed.
     """
     engine = make_engine(blocks=13, **LAZY)
     engine.run(make_request(PROMPT, "one"))

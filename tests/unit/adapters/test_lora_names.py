@@ -394,8 +394,8 @@ def admitted(
 
 
 def stored(make_engine: Callable[..., MiniEngine], tmp_path: Path) -> tuple[MiniEngine, Path, LoRARequest]:
-    """Returns an engine that has stored PROMPT for an adapter and has dropped its own cache, the adapter's folder, and
-    the adapter.
+    """Returns an engine, an adapter's folder, and the adapter. The engine has stored PROMPT for the adapter and has
+    then dropped its own prefix cache.
     """
     engine = make_engine(blocks=12)
     folder = write(tmp_path / "adapter")
@@ -495,8 +495,8 @@ def test_the_files_of_an_adapter_are_looked_at_once_per_step(
 
 
 def push_out(engine: MiniEngine) -> None:
-    """Runs other requests that take all blocks of the engine, so that lazy stores offer the blocks computed with the
-    former content.
+    """Runs other requests that take all blocks of the engine, so that flexkv decides whether to store the blocks
+    computed with the former content.
     """
     for number in range(4):
         tokens = [1000 + 50 * number + i for i in range(20)]

@@ -26,8 +26,8 @@ def quiet(engine: MiniEngine) -> None:
 
 
 def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) -> None:
-    """Runs a step of a request in which the blocks from block 1 on come from another connector's failed load, or are
-    computed from such blocks. Calls `between` before the failure is reported.
+    """Runs a step of a request. Its blocks from block 1 on come from another connector's failed load, or are computed
+    from such blocks. Calls `between` before the failure is reported.
     """
     request = make_request(PROMPT, "one")
     engine.add(request)

@@ -1,5 +1,5 @@
-"""flexkv offers pages again for which there was no free slot or queue entry: while their request lives, and for some
-time after its end.
+"""If there was no free slot or queue entry for a page, flexkv offers the page for storing again, while the page's
+request lives and for some time after its end.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def test_a_live_requests_blocks_need_no_room_by_share(make_engine: Make) -> None
 
 
 def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Begins two pages at once. The others wait for many steps, until the first two copies are released. Returns the
-    number of stored pages, and the dropped pages by reason.
+    """The stores of two pages begin at once. The other pages wait for many steps, until the first two copies are
+    released. Returns the number of stored pages, and the dropped pages by reason.
     """
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
@@ -128,8 +128,8 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without room, a step offers only a few pages, however many pages are pending and however many requests have
-    pending pages.
+    """If no further page may be in flight, a step offers only a few pages for storing. It offers no more if more pages
+    are pending or if more requests have pending pages.
     """
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
@@ -257,7 +257,9 @@ def test_control_without_a_hold_pending_pages_are_lost(
 
 
 def _end_six(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Ends six requests while a rank's queue takes two stores and the first one stalls; then releases it."""
+    """Ends six requests while a rank's queue takes two stores and the first store stalls. Then releases the stalled
+    store. Returns the number of stored pages, and the dropped pages by reason.
+    """
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"transfer.queue_ops": 2, "store.hold_s": 1000, "store.max_reference_share": 1.0}
     engine = make_engine(blocks=40, worker_class=worker, **settings)

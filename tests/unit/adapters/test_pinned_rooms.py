@@ -50,7 +50,7 @@ class Copy:
 
 
 class Events:
-    """Stands for the device's module, and makes events.
+    """Stands for torch's module for the device, and makes events.
 
     Args:
         never: whether no copy ever ends.

@@ -43,7 +43,7 @@ def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """Makes a folder with a package `vllm` that contains only the factory of connectors."""
+    """Makes a folder with a package `vllm` that contains only vLLM's factory of connectors."""
     folder = tmp_path
     for part in FACTORY.split(".")[:-1]:
         folder = folder / part

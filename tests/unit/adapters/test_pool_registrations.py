@@ -64,7 +64,9 @@ def make_sleeping(tmp_path: Path) -> Iterator[Make]:
 
 
 def sleeps(engine: SleepingEngine, registration: Registration) -> bool:
-    """Returns whether the pool's registration has ended by the time the pool's memory is released."""
+    """Runs a request, then makes the engine release its KV memory as before a sleep. Returns whether the pool's
+    registration has ended by the time the memory is released.
+    """
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
     engine.lose_memory()

@@ -19,8 +19,8 @@ from tests.unit.adapters.vllm_objects import make_request
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Returns a function that makes engines with a disk tier in the test's folder; each call first closes the engine
-    made before.
+    """Returns a function that makes engines with a disk tier in the test's folder. Each call first closes the engine
+    that the previous call made.
     """
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
@@ -85,7 +85,7 @@ class Prefetched:
 
 
 def connector_of(engine: MiniEngine) -> FlexKVConnector:
-    """Makes a scheduler's connector around the engine's scheduler side."""
+    """Makes a scheduler's connector that uses the engine's scheduler side."""
     connector = FlexKVConnector.__new__(FlexKVConnector)
     connector.scheduler = engine.side
     return connector

@@ -61,8 +61,8 @@ def run(engine: RandomEngine) -> None:
 @pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
 @pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
 def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
-    """Random actions with few slots, so that promised, loaded and stored pages are also evicted. With `fails`, some
-    copies fail, and two ranks seem to run in separate processes. Otherwise there is one rank.
+    """Takes random actions on an engine with few slots, so that promised, loaded and stored pages are also evicted.
+    With `fails`, some copies fail, and two ranks seem to run in separate processes. Otherwise there is one rank.
     """
     engine = make_random(
         7 + soak_round,
@@ -76,7 +76,7 @@ def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak
 
 @pytest.mark.parametrize("store", ["eager", "layerwise"])
 def test_stores_that_wait_for_room(make_random: Make, store: str) -> None:
-    """Random actions while stores wait: few pages may be in flight, and copies are slow. While pages are pending,
+    """Takes random actions while stores wait: few pages may be in flight, and copies are slow. While pages are pending,
     requests end, are preempted, and come again under the same name.
     """
     slow = [testing_ext.FaultRule(DELAY, kind=D2H, nth_op=n, delay_s=0.02) for n in range(1, 200, 2)]
@@ -114,7 +114,9 @@ def test_disks(
     fails: bool,
     soak_round: int,
 ) -> None:
-    """Random actions with a disk tier. Host memory has slots for 16 blocks, so most served pages come from disk."""
+    """Takes random actions on an engine with a disk tier. Host memory has slots for 16 blocks, so most served pages
+    come from disk.
+    """
     if fails:
         rules = [
             testing_ext.IoFaultRule(0, write=False, times=3),

@@ -22,10 +22,10 @@ Batches = dict[int, list[Any]]
 
 
 class Wire:
-    """A publisher with a replay, like an engine's, and a subscriber.
+    """A publisher of KV events that can replay batches, like an engine's publisher, and a subscriber.
 
     Args:
-        buffer_steps: number of batches that the replay keeps.
+        buffer_steps: number of batches that the publisher keeps for the replay.
     """
 
     def __init__(self, name: str, buffer_steps: int) -> None:
@@ -95,8 +95,8 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def serve(world: World, wire: Wire, requests: int = 30) -> None:
-    """Serves requests. After each request, publishes its events as a batch, and also passes them to the world's own
-    router.
+    """Serves requests. After each request, publishes the engine's events as one batch, and also passes them to the
+    world's own router.
     """
     for left in reversed(range(requests + 1)):
         world.engine.drain()

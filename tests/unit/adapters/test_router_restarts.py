@@ -35,7 +35,9 @@ WITHIN_S = 60.0
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Make]:
-    """Returns a function that makes worlds over one folder; each call first closes the world made before."""
+    """Returns a function that makes worlds with the same folder. Each call first closes the world that the previous
+    call made.
+    """
     worlds: list[World] = []
 
     def make(**settings: Any) -> World:
@@ -384,7 +386,9 @@ def test_the_file_shrinks_to_what_is_on_disk(
 
 
 def cannot_replace(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes every rewrite of that file fail. Returns a list that gets one item per attempt."""
+    """Makes every rewrite of the file that lists the announced pages fail. Returns a list that gets one item per
+    attempt.
+    """
     tries: list[int] = []
     replace = FrameLog.replace
 
@@ -522,8 +526,8 @@ def test_a_tier_that_is_out_of_use_is_not_announced(make_world: Make) -> None:
 def test_blocks_that_lazy_stores_name_by_their_hashes_stay_announced_by_the_next(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks stay announced after the next restart, although lazy stores now name them by their hashes alone.
-    `store.mode` changes at a restart, and a block is stored lazily before the file that lists it is read.
+    """Blocks stay announced after the next restart even if a lazy store described them only by their hashes. In this
+    test, `store.mode` changes at a restart, and a block is stored lazily before the file that describes it is read.
     """
     make_world().engine.run(one_request())
     lazy = {"blocks": 9, "store.mode": "lazy", "store.max_reference_share": 1.0}

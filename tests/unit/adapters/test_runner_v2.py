@@ -129,8 +129,8 @@ def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_e
 
 
 def test_a_request_that_starts_again_after_it_stores_again(make_engine: Make) -> None:
-    """After a failed load, a request that is preempted and starts again is stored. The preemption gives the request
-    other blocks, and the runner forgets its old position.
+    """After a failed load, the KV of a request that is preempted and starts again is stored. The preemption gives the
+    request other blocks, and the runner forgets the request's old position.
     """
     engine = failed_within_a_step(make_engine, True, "eager")
     request = engine.live["two"].request

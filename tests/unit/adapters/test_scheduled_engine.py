@@ -85,8 +85,8 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
 def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     make_scheduled: Make, kind: str, overlap: bool, store: str
 ) -> None:
-    """Although few pages may be in flight, a prompt is stored completely. The request runs alone in a small pool. Then
-    a second one runs beside another request, and is aborted after its prompt.
+    """Although few pages may be in flight, a prompt is stored completely. First, a request runs alone in a small pool.
+    Then a second one runs beside another request, and is aborted after its prompt.
     """
     settings = {"store.mode": store, "store.inflight_pages": 6, "store.max_reference_share": 0.9}
     engine = make_scheduled(*KINDS[kind], overlap=overlap, blocks=60, **settings)

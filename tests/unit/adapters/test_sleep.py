@@ -1,4 +1,4 @@
-"""Engines that release their KV memory (sleep): no copy touches that memory. Loads and stores that wait fail with a
+"""Engines that release their KV memory (sleep): no copy touches that memory. Waiting loads and stores fail with a
 reason that names the sleep.
 """
 

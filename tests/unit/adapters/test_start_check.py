@@ -95,8 +95,8 @@ def test_info_finds_what_the_start_refuses(
 def test_info_looks_at_each_folder_once_and_names_those_that_are_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`flexkv info` checks each folder once. An unusable folder is its own problem if another folder can be used. In
-    the control, no folder can be used, and one problem lists all of them.
+    """`flexkv info` checks each folder once. If at least one folder can be used, each unusable folder is reported as a
+    separate problem. In the control, no folder can be used, and one problem lists all of them.
     """
     (tmp_path / "file").touch()
     looks: list[object] = []

@@ -23,8 +23,8 @@ def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
 
 
 def check_load_and_store(seed: int, where: str) -> None:
-    """Loads a world into tensors on the device `where`, then stores it from there. Checks the loaded and the stored
-    bytes. Loads prefetch if `seed` is odd.
+    """Loads the rows of a random `LayerWorld` into tensors on the device `where`, then stores them from there. Checks
+    the loaded and the stored bytes. Loads prefetch if `seed` is odd.
     """
     world = LayerWorld(seed)
     device = TorchDevice(where)
@@ -67,8 +67,8 @@ def check_load_and_store(seed: int, where: str) -> None:
 
 
 def check_turned_load(seed: int, where: str) -> None:
-    """Loads a world with rotated keys into tensors on the device `where` with the fused scatter, and compares every
-    bit.
+    """Loads the rows of a random `TurnedWorld`, whose keys are rotated, into tensors on the device `where` with the
+    fused scatter. Compares every bit.
     """
     world = TurnedWorld(seed)
     device = TorchDevice(where)

@@ -1,5 +1,5 @@
-"""Tests blending with every registered model family and every scaling, at ratios 0 and 1, and the conditions under
-which blending is off for a family.
+"""Tests blending with every registered model family and every scaling, with all and with none of the reused rows
+computed again (ratios 1 and 0). Also tests the conditions under which blending is off for a family.
 """
 
 from __future__ import annotations

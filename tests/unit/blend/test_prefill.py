@@ -63,8 +63,8 @@ def test_the_error_falls_as_the_ratio_grows(model, cache) -> None:
 
 
 def test_what_differs_most_is_computed(model, cache) -> None:
-    """The rows whose cached keys differ most are computed. A check layer compares the cached keys with the true keys of
-    that layer.
+    """The rows whose cached keys differ most from the true keys are computed again. A check layer compares the cached
+    keys with the true keys of that layer.
     """
     prompt = moved(model, cache)
     _, untouched, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))

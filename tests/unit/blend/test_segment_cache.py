@@ -103,14 +103,14 @@ def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
 
 def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     (segment,) = random_segments([20])
-    # Faults: the first store does not finish in time, and while the patches hold, the engine reports no result of it.
+    # Faults: the first store does not finish in time, and the engine does not report its result while the patches hold.
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         patched.setattr(cache.engine, "poll", lambda: [])
         with pytest.raises(TransferError, match="a store still moves"):
             precompute(model, [segment], cache)
         assert cache.manager.inflight_ops() == 1
-        # The manager knows all complete blocks of the segment, but may not promise them yet. A second store of the
+        # The manager knows all complete blocks of the segment, but must not promise them yet. A second store of the
         # segment waits for these blocks until its deadline, because the first store's result is not reported.
         patched.setattr(cache, "deadline_s", 0.1)
         with pytest.raises(TransferError, match=r"a store still moves after 0\.1 s"):

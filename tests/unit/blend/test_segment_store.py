@@ -180,8 +180,8 @@ def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
 def test_a_caller_that_waits_keeps_such_a_tail_too(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that waits for the store of a segment with a partial tail also keeps the tail, if another store is
-    moving the segment's full blocks. The wait ends even if no other caller advances that store.
+    """If a caller waits for its store of a segment, the segment's partial tail is stored too, although another store is
+    still moving the full blocks of the same segment. The wait ends even if no other caller advances that store.
     """
     with monkeypatch.context() as slow:
         slow.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)

@@ -70,8 +70,8 @@ def begun(cache: SegmentCache) -> SegmentLoad:
 def begun_in_reads(
     patch: pytest.MonkeyPatch, make: Callable[..., SegmentCache], page: int
 ) -> tuple[SegmentCache, SegmentLoad]:
-    """Begins a load of both segments while the read of the page at offset `page` is in flight. The read hangs until the
-    load has begun, so this holds on any disk, however fast it is.
+    """Begins a load of both segments while the read of the page at offset `page` is in flight. This read hangs until
+    the load has begun, so the test does not depend on the disk's speed.
     """
     cache, faults = with_hanging(patch, page, LAST, make)
     load = begun(cache)

@@ -1,5 +1,5 @@
-"""Prompts are split into segments. The keys of segments do not depend on positions. The right rows are chosen to be
-computed.
+"""Tests how prompts are split into segments, that the keys of segments do not depend on positions, and which rows
+blending chooses to compute.
 """
 
 from __future__ import annotations

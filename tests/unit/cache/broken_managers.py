@@ -1,4 +1,4 @@
-"""Broken managers, each of which breaks one rule. The simulation must catch every one."""
+"""Broken cache managers, each of which breaks one rule. The simulation must catch each of them."""
 
 from __future__ import annotations
 

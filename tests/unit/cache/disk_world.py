@@ -53,7 +53,7 @@ def blocks_by_tier(result: MatchResult) -> tuple[int, ...]:
 
 class DiskWorld:
     """A manager with host memory and simulated disks. The test acts as the engine and as the disk lane. Each group has
-    `slots` host slots and `places` disk slots. The page's key is the symbol that stands for the page's bytes.
+    `slots` host slots and `places` disk slots. In place of a page's bytes, the world keeps the page's key.
     """
 
     def __init__(
