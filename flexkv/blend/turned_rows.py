@@ -135,7 +135,7 @@ class TurnedRows:
         self.in_buffer: NDArray[np.int64] = np.concatenate(begins).astype(np.int64)
 
     def open(self, on: RowDevice, first: int) -> TurnedLayers:
-        """Begins to copy and rotate the layers from the model's layer `first` on. The caller must close the result.
+        """Starts copying and rotating the layers from the model's layer `first` on. The caller must close the result.
 
         Args:
             on: the device for the buffers.
@@ -222,7 +222,7 @@ class TurnedLayers:
         """Closes the pipeline: begins no further layer, and waits for the layers that were begun.
 
         Args:
-            wait: whether to wait.
+            wait: whether to wait for copies in flight.
 
         Raises:
             PipelineError: copies are still in flight at the deadline or, if `wait` is False, at the time of this call.

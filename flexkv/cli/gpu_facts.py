@@ -24,12 +24,13 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in a device's facts -> the driver attribute with the key's value. These attributes decide how copies can be
-made."""
+"""Maps each key of a device's facts to the driver attribute with the key's value. These attributes decide how copies
+can be made.
+"""
 
 
 def gpu_facts() -> Facts:
-    """Returns the versions of the extra's packages, and each device's attributes.
+    """Returns the versions of the packages of the extra `flexkv[gpu]`, and each device's attributes.
 
     `reason` says why `devices` is empty: the extra is missing, there is no driver, or the driver returned an error.
     The extra's packages are imported here and not before, because the rest of `flexkv info` works without them.

@@ -63,7 +63,7 @@ def _print(facts: Facts) -> None:
 
 
 def rows(facts: Facts) -> dict[str, str]:
-    """Returns the facts as text: name of each row -> text of the row."""
+    """Returns the facts as text: maps each row's name to its text."""
     package = facts["flexkv"]
     found = {"flexkv": f"{package['version']} from {package['folder']}", "python": facts["python"]}
     if facts["native_core"] is None:

@@ -50,7 +50,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     """Collects all facts, problems and hints.
 
     Args:
-        model: folder of a model that is to be served; None for none.
+        model: folder of a model that is to be served; None if there is none.
 
     Raises:
         ConfigError: the model's configuration cannot be read.
@@ -151,7 +151,7 @@ def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str
     tier is possible.
 
     Args:
-        lost: folder that cannot be used -> why not.
+        lost: maps each folder that cannot be used to the reason.
     """
     huge = memory.huge_page_bytes * memory.huge_pages_free
     host_bytes: int | None = None
@@ -242,7 +242,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
 
 
 def mode_hints(config: FlexKVConfig) -> list[str]:
-    """Returns a hint with the requirements of the load mode on the engine, because `flexkv info` cannot check them."""
+    """Returns a hint that says what the load mode requires of the engine, because `flexkv info` cannot check this."""
     mode = config.load.mode
     return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 

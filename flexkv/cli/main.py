@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run the cache manager through everything that can go wrong.",
     ),
 }
-"""Command -> (module with a click command named `command`, one line of help)."""
+"""Maps each command to (module with a click command named `command`, one line of help)."""
 
 USAGE_EXIT_CODE = 2
 

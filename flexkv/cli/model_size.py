@@ -21,7 +21,7 @@ MOST_LAYERS = 10_000
 exhaust memory."""
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kind of layer that sees a limited number of tokens -> the configuration key with that number."""
+"""Maps each kind of layer that sees a limited number of tokens to the configuration key with that number."""
 STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv_L_cache")
 """Configuration keys that show recurrent states in models whose configuration does not list each layer's kind."""
 

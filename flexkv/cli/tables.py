@@ -16,6 +16,6 @@ def print_table(table: Table) -> None:
     wide = Console(markup=False, highlight=False, width=max(console.width, wanted))
     with wide.capture() as shown:
         wide.print(table)
-    # Without the blanks behind each row's last cell, a narrower terminal does not show empty lines.
+    # The blanks after each row's last cell are removed, because a narrower terminal would show them as empty lines.
     for line in shown.get().splitlines():
         console.out(line.rstrip(), highlight=False)

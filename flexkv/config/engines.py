@@ -87,7 +87,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
 }
-"""Setting -> engine that does not use it -> why not."""
+"""For each setting and each engine that does not use it, the reason."""
 
 EVERYWHERE = frozenset(
     [

@@ -20,7 +20,7 @@ WORDS = {
     "less_than_equal": "expected at most {le}",
     "multiple_of": "expected a multiple of {multiple_of}",
 }
-"""Kind of pydantic's error -> our message, a template that is filled from the error's context."""
+"""Maps each kind of pydantic's errors to flexkv's message, a template that is filled from the error's context."""
 
 NUMBERS = {
     "int_parsing": "a whole number",
@@ -30,8 +30,9 @@ NUMBERS = {
     "float_parsing": "a number",
     "float_type": "a number",
 }
-"""Kind of pydantic's error for a value that is not a number, or not a whole number -> the expected value in words. The
-message adds the bounds."""
+"""For each kind of pydantic's errors about a value that is not a number, or not a whole number: the expected value in
+words. The message adds the bounds.
+"""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:

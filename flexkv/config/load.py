@@ -31,10 +31,10 @@ NEEDED_BESIDE = {
     "disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager")),
     "disk.gds_may_fail_requests": (("disk.gds", "on"),),
 }
-"""Setting -> the values that other settings must have if this setting is on."""
+"""Maps a setting to the values that other settings must have if this setting is on."""
 
 Layer = dict[str, tuple[object, str]]
-"""Dotted key -> (checked value, origin) of one source."""
+"""One source's settings: maps each dotted key to (checked value, origin)."""
 
 
 def load_config(

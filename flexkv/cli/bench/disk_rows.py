@@ -161,7 +161,7 @@ class _DiskWays:
                 calls[way.what] = way.count() - before
                 if number:  # round 0 touches memory and starts threads, so it does not count
                     seconds[way.what].append(taken)
-        # Takes the best round. With a lower rate, one of the methods could exceed it, and it would not be the disk's
+        # The rate of the best round counts as the disk's limit. Otherwise, the rate of another method might exceed this
         # limit.
         limit = self._bare.bytes / min(seconds[bare.what]) / 1e9
         cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
@@ -295,7 +295,8 @@ def _io_calls(lane: c_ext.GdsLane) -> int:
 
 
 def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
-    """Returns the path that the pages of all rounds took, which the lane has counted, and its multiprocessors.
+    """Returns the path that the pages of all rounds took, according to the lane's counters, and the number of
+    multiprocessors that this path takes.
 
     The layout transform's kernel takes multiprocessors. The same kernel checks the digests of pages whose bytes need no
     transform, so its multiprocessors count if the lane launched any kernel.

@@ -16,7 +16,9 @@ RUNS = (32 << 10, 256 << 10, 1 << 20)
 
 
 def event_rows(device: int | None, bench: TransferBench) -> list[ComparisonRow]:
-    """Returns a row for each of RUNS. If the GPU or the extra is missing, returns a single row that says so."""
+    """Returns a row for each of RUNS. If the GPU or the package extra `flexkv[gpu]` is missing, returns a single row
+    that says so.
+    """
     if device is None:
         return [ComparisonRow(WHAT, "H2D", 0, note="not measured: no GPU")]
     try:

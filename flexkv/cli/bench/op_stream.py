@@ -33,7 +33,7 @@ class OpStream:
         blocks: number of blocks in the engine's pool. Ops in flight share no block.
         page_bytes: bytes of a block in all layers.
         layerwise: whether loads are moved layer by layer.
-        stream: the CUDA stream after whose work ops begin; None for plain memory.
+        stream: the CUDA stream whose earlier work each op waits for; None for plain memory.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OpStream:
 
     @property
     def ended_ops(self) -> int:
-        """Number of finished ops; with two directions, the smaller one of their numbers."""
+        """Number of finished ops; with two directions, the smaller of their two numbers."""
         return min(len(ended) for ended in self._ended.values()) - 1
 
     def keep(self) -> None:

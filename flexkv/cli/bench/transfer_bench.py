@@ -189,7 +189,7 @@ class TransferBench:
 
     @property
     def copies(self) -> dict[str, str]:
-        """Direction -> description of how the GPU's lane copies; empty without a GPU."""
+        """Maps each direction to a description of how the GPU's lane copies; empty without a GPU."""
         if self._device is None:
             return {}
         engine = engine_of(self._device, self._settings, ways=self._ways)

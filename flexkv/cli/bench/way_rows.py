@@ -14,16 +14,19 @@ from flexkv.transfer.ways_file import ALL_RUNS, CopyWays
 
 BY_KERNEL, BY_ENGINE = CopyWays(ALL_RUNS, ALL_RUNS), CopyWays(0, 0)
 ENGINE_LOADS_FROM = 0.95
-"""The copy engine takes no multiprocessors from the inference engine's kernels. So the copy engine loads runs of every
-length at which it reaches this share of the kernel's rate."""
+"""The copy engine takes no multiprocessors from the inference engine's kernels. So it is used for loads of every run
+length at which it reaches this share of the kernel's rate.
+"""
 KERNEL_STORES_FROM = 0.6
-"""The kernel stores runs of every length at which it reaches this share of the copy engine's rate. It need not be as
-fast as the copy engine, whose batches of stores slow down the inference engine's steps (docs/gpu.md). An H200's kernel
-reaches 0.72."""
+"""The kernel is used for stores of every run length at which it reaches this share of the copy engine's rate. It need
+not be as fast as the copy engine, whose batches of stores slow down the inference engine's steps (docs/gpu.md). An
+H200's kernel reaches 0.72.
+"""
 
 ROUNDS = 3
 """Rounds of measurement, some seconds apart; the best rate counts. On a shared machine, the link once reached only 0.6
-of its usual rate at one length, and a single wrong rate can change the table."""
+of its usual rate at one run length, and a single wrong rate can change the table.
+"""
 
 
 class Rates(Protocol):
