@@ -26,7 +26,8 @@ NAMESPACE_BYTES = 32
 """Size of a namespace without its mark, in bytes."""
 
 REMEMBERED = 1024
-"""Most namespaces of groups that are remembered. Callers choose the names, so there may be many."""
+"""Largest number of results of `group_namespace` that are remembered. Callers may name any number of namespaces, so
+there may be many results."""
 
 
 class RequestNamespaces:

@@ -1,9 +1,9 @@
 """flexkv behind vLLM's built-in `FlexKVConnectorV1`, reduced to the modes that are safe with the hooks of that class.
 
 The built-in class passes on neither the engine's block pool nor its KV cache configuration. It passes on no preemptions
-and no resets, and carries no metadata from worker to scheduler. Therefore stores end within the step that computed the
-blocks, so that no block is reused during its copy. Only prompt blocks are stored, and loads run within the step. Both
-sides must run in one process, because the KV cache configuration is read from the worker's connector.
+and no resets, and carries no metadata from worker to scheduler. Therefore store operations end within the step that
+computed the blocks, so that no block is reused during its copy. Only prompt blocks are stored, and loads run within the
+step. Both sides must run in one process, because the KV cache configuration is read from the worker's connector.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class FlexKVConnectorV1Impl:
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Does nothing: stores copy complete blocks after the forward pass."""
+        """Does nothing: complete blocks are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._worker.finish_stores(self._orders())

@@ -1,4 +1,5 @@
-"""Handles the workers' reports of ended ops and steps: publishes stores, and revokes stores of bad blocks."""
+"""Handles the workers' reports of ended ops and steps: publishes the blocks that were stored, and revokes the store
+operations of bad blocks."""
 
 from __future__ import annotations
 
@@ -111,8 +112,8 @@ class CompletionHandler:
         return step
 
     def end_changed(self) -> list[RequestTracker]:
-        """Finds the requests whose adapter's files have changed. Revokes their stores that are not published yet, and
-        drops their blocks that wait to be stored. Returns these requests.
+        """Finds the requests whose adapter's files have changed. Revokes those of their store operations that are not
+        published yet, and drops their blocks that wait to be stored. Returns these requests.
 
         Call order:
             Before a step's results are handled, because the step may have read the files after they changed.
@@ -129,9 +130,9 @@ class CompletionHandler:
         return changed
 
     def take_failed_blocks(self, failed: set[int]) -> None:
-        """Revokes the stores of `failed` blocks and of all blocks that were computed from them. The engine computes
-        these blocks again, with one exception: Model Runner V2 does not do so for a running request. Nothing more of
-        such a request is stored."""
+        """Revokes the store operations of `failed` blocks and of all blocks that were computed from them. The engine
+        computes these blocks again, with one exception: Model Runner V2 does not do so for a running request. Nothing
+        more of such a request is stored."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:
@@ -161,8 +162,8 @@ class CompletionHandler:
         )
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
-        """Keeps the block table of a request that loses its blocks, because its stores may still be in flight. The
-        table is dropped when `step` has been reported."""
+        """Keeps the block table of a request that loses its blocks, because the request's store operations may still be
+        in flight. The table is dropped when `step` has been reported."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker, tracker.block_ids))
 

@@ -133,8 +133,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not compute a preempted request again for the sake of its stores, because a dropped store
-        only costs a later miss."""
+        """False: vLLM need not compute a preempted request again just to store its blocks, because a block that is not
+        stored only costs a later miss."""
         return False
 
     @classmethod
@@ -321,8 +321,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """False: stores hold no reference to engine blocks, so the engine would gain no block by waiting for stores. It
-        has to preempt instead."""
+        """False: store operations hold no reference to engine blocks, so the engine would gain no block by waiting for
+        them. The engine has to preempt requests instead."""
         return False
 
     def reset_cache(self) -> bool:

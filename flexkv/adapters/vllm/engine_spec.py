@@ -28,14 +28,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineRole(CacheRole):
-    """How a vLLM engine uses the cache. It loads unless its kv_role is kv_producer, stores unless its kv_role is
-    kv_consumer, and recomputes if its kv_load_failure_policy is recompute.
+    """How a vLLM engine uses the cache. The engine loads pages unless its kv_role is kv_producer, and stores pages
+    unless its kv_role is kv_consumer. It recomputes tokens whose load failed if its kv_load_failure_policy is
+    recompute.
 
     Attributes:
         drop_last_block: whether vLLM drops the last block of each hit, as it does for some draft models; see `Loads`.
         ends_copies: whether a reset must end every copy before it returns. Sleep in vLLM 0.32 resets the cache and then
             frees the KV memory without a call to the workers.
-        stores_end_in_step: whether stores end within the step that plans them; see `EagerStores`.
+        stores_end_in_step: whether store operations end within the step that plans them; see `EagerStores`.
         keeps_computed: whether the engine keeps KV that a running request computed from a failed load, although its
             scheduler discards those tokens; see `RUNNER_V2`.
     """
@@ -76,7 +77,7 @@ class EngineSpec:
         geometry: the engine's pool.
         owner: the model, namespace, data-parallel rank and weights to which the unit's pages belong.
         ranks: number of workers.
-        step_tokens: how many tokens the engine computes in one step at most.
+        step_tokens: largest number of tokens that the engine computes in one step.
         role: how the engine uses the cache.
         prompt_limit: the longest prompt that the engine accepts; None if it is not known.
         names: decides which names of images and other inputs are valid only in this run of the engine.

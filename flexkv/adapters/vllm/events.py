@@ -92,8 +92,8 @@ class EventLog(Announcements):
     # --- stores ---
 
     def planned(self, request: StoreRequest, group: int, plan: StorePlan, first_block: int) -> None:
-        """Prepares the events of a group's store now, because the request may have ended when its blocks become
-        visible."""
+        """Prepares the events of a group's store operation when the operation is planned, because the request may have
+        ended when its blocks become visible."""
         if plan.graph is None:
             return
         assert isinstance(request, RequestTracker)
@@ -109,7 +109,7 @@ class EventLog(Announcements):
         self._begin_ops(plan.graph, group, block_keys.keys()[numbers], named)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None:
-        """Prepares the events of a lazy store. Only the hashes of its blocks are known."""
+        """Prepares the events of a lazy store operation. Only the hashes of its blocks are known."""
         if plan.graph is None:
             return
         stored, names = keys[plan.stored], [hashes[position] for position in plan.stored.tolist()]
@@ -125,8 +125,8 @@ class EventLog(Announcements):
         self._begin_ops(plan.graph, GROUP, stored, named)
 
     def _begin_ops(self, graph: TransferGraph, group: int, keys: Keys, named: Sequence[Named]) -> None:
-        """Registers the store of each op of a plan. `keys` and `named` list the pages of all ops, in the order of the
-        ops."""
+        """Registers the pages that each op of a plan stores. `keys` and `named` list the pages of all ops, in the order
+        of the ops."""
         first = 0
         for op in graph.ops:
             end = first + op.pages
@@ -134,7 +134,7 @@ class EventLog(Announcements):
             first = end
 
     def ended(self, op_id: OpId) -> None:
-        """Records that a store has ended on every rank, so that no more of its blocks will become visible."""
+        """Records that a store op has ended on every rank, so that no more of its blocks will become visible."""
         self.end_store(self._rows_of_op.pop(op_id, ()))
 
     # --- what is published ---

@@ -159,8 +159,8 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> 
     """Returns the number of each attention layer in its group's view. A layer that shares another layer's KV has the
     other layer's number.
 
-    The configuration does not contain layers that share KV: vLLM adds such layers to a copy of it after it has made the
-    connector. This function finds them by their tensors, which have the other layer's address.
+    The configuration does not contain layers that share KV: vLLM adds such layers to a copy of the configuration, after
+    the connector has been made. This function finds them by their tensors, which have the other layer's address.
     """
     handler = _handler(caches, config, 1)
     names = [name for group in pool_geometry(config).groups for name in group.layer_names]

@@ -27,7 +27,7 @@ def is_salted(request: Request) -> bool:
 
 
 def refusal(request: Request) -> BlendResult | None:
-    """Returns why the request cannot be blended, whatever its segments are; None if it can."""
+    """Returns why the request cannot be blended, whatever its segments are; None if it can be blended."""
     sampling = request.sampling_params
     if sampling is None:
         return BlendResult.POOLING
@@ -35,8 +35,8 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    # A token that not all layers compute has no logprobs. vLLM 0.33 can also return the logprobs of given tokens at
-    # each position.
+    # A request for the logprobs of its prompt is refused, because a token that not all layers compute has no logprobs.
+    # In vLLM 0.33, a request can also ask for the logprobs of given tokens at each position.
     if (
         sampling.prompt_logprobs is not None
         or getattr(sampling, "prompt_logprob_token_ids", None) is not None

@@ -26,8 +26,8 @@ lists the kernels."""
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 TURNED_ROWS, LONGEST = 64, 4096
-"""`TURNED_ROWS` is how many keys are rotated to check a rotation, and `LONGEST` the end of the range of their
-positions. At larger positions, the float32 angles of a model are off by more than `TURN_LIMITS`."""
+"""To check a rotation, `TURNED_ROWS` keys at positions below `LONGEST` are rotated. At larger positions, the float32
+angles of a model are off by more than `TURN_LIMITS`."""
 TURN_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """The largest relative error of rotated keys that is allowed, by dtype. A rotation with a wrong pairing or scaling is
 off by about 1."""

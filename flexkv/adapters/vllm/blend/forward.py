@@ -182,8 +182,8 @@ class BlendForward:
             CachedRowsError: some rank's cached rows failed, and are still being copied at the deadline.
             RowsLost: some rank's cached rows are lost, and nothing else has failed.
         """
-        # The last three elements are flags: rows are lost, something else has failed, copies are still in flight. A
-        # rank that fails must take part in the reduction too, because the other ranks wait for it.
+        # The last three elements of `difference` are flags: rows are lost, something else has failed, copies are still
+        # in flight. A rank that fails must take part in the reduction too, because the other ranks wait for it.
         difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
         cached.compare(self.check_layer, fresh, difference)
         failure = cached.failure

@@ -39,7 +39,8 @@ class RowLayers(Protocol):
         """Ends all work that was begun.
 
         Args:
-            wait: whether to wait for the work. False if another close in this forward pass has missed its deadline.
+            wait: whether to wait for the work. False if another call of `close` in this forward pass has missed its
+                deadline.
         """
 
 
@@ -47,7 +48,7 @@ class RowSource(Protocol):
     """A source of the cached keys and values of some rows."""
 
     def open(self, first: int) -> RowLayers:
-        """Begins to load the rows from layer `first` on."""
+        """Starts loading the rows from layer `first` on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class CachedRows:
         return self._work.failure
 
     def open(self, first: int) -> None:
-        """Begins to load the cached rows from layer `first` on."""
+        """Starts loading the cached rows from layer `first` on."""
         for each in self._reused:
             self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
 

@@ -34,7 +34,7 @@ class SegmentOrder:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Reports which segments a rank has loaded for a request. No more will arrive.
+    """Reports which segments a rank has loaded for a request. No further segments will arrive.
 
     Attributes:
         load: number of the load, from its `SegmentOrder`.
@@ -72,7 +72,8 @@ class NewSegment:
     Attributes:
         tokens: all tokens of the prompt.
         caller: the caller's namespace. Only requests of the same caller find the segment.
-        number: the number under which every rank reports the store's outcome, after it has computed the last token.
+        number: the number under which every rank reports whether it has stored the segment, after the last token has
+            been computed.
     """
 
     tokens: Tokens
@@ -105,7 +106,7 @@ class BlendOrders:
     Attributes:
         forget: whether to drop all rows that are cached, loaded or being captured, because the weights change.
         release: requests whose loaded segments or captured rows are no longer needed.
-        load: loads of segments to begin.
+        load: the loads of segments that the rank must start.
         chunks: the rows of blended requests in the step's batch.
     """
 

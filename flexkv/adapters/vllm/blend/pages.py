@@ -42,7 +42,7 @@ class Capture:
         planes: the keys and values of the segment's tokens, [layers, 2, heads, tokens, head_dim] in host memory; None
             if the capture is broken.
         done: how many leading tokens are captured in every layer.
-        is_broken: whether some rows could not be captured, which was logged.
+        is_broken: whether some rows could not be captured; if so, this was logged.
     """
 
     planes: Any
@@ -91,20 +91,21 @@ class BlendPages:
         """The load orders, by request, whose outcome has not been reported yet."""
         self._captures: dict[RequestId, Capture] = {}
         self._stores: dict[SegmentStore, NewSegment] = {}
-        """The captured segments that are being stored in host memory, in the order in which their stores began."""
+        """The captured segments that are being stored in host memory, in the order in which the store operations
+        began."""
         self._stored: dict[int, BlendResult] = {}
-        """The results of stores since the last `take_stored`, by the segment's number."""
+        """The results of the store operations that have ended since the last `take_stored`, by the segment's number."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
-        """For each request whose segments are still being stored, the stores. The request's fetch begins after they
-        have ended."""
+        """By request, the store operations of its segments that were in flight when its load was ordered. The request's
+        fetch begins after these operations have ended."""
         self._room_after: dict[RequestId, list[SegmentStore]] = {}
-        """For each request that lacked free staging blocks, the stores that were in flight at that time. The request's
-        load begins after they have ended, even if blocks are still missing."""
+        """By request, the store operations that were in flight when the request first lacked free staging blocks. The
+        request's load begins after these operations have ended, even if blocks are still missing."""
 
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
-        """Begins to load the cached pages of a request's segments. Never raises, because the other ranks would wait for
+        """Starts loading the cached pages of a request's segments. Never raises, because the other ranks would wait for
         this one in the step's next collective. If an error occurs, the segments are lost instead.
         """
         self._coming[order.request] = order
@@ -120,7 +121,8 @@ class BlendPages:
             self._begin_fetch(order)
 
     def _stores_of(self, order: SegmentOrder) -> list[SegmentStore]:
-        """Returns the stores in flight whose segment begins with the same block as one of the request's segments."""
+        """Returns the store operations in flight whose segment begins with the same block as one of the request's
+        segments."""
         if not self._stores:
             return []
         wanted = {self.cache.scheme.keys(tokens, order.caller).first for tokens in order.segments}
@@ -133,8 +135,8 @@ class BlendPages:
             _warn_of("segments of a request cannot be loaded: %s", error)
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
-        """Continues stores, loads and the disks' reads and writes. Returns, by request, the loads that have ended since
-        the last call, or that now have enough layers for a forward pass to begin."""
+        """Advances the store operations, the loads, and the disks' reads and writes. Returns, by request, the loads
+        that have ended since the last call, or that now have enough layers for a forward pass to begin."""
         self.cache.poll()
         self._advance_stores()
         arrived = {}
@@ -179,10 +181,10 @@ class BlendPages:
         return has_come
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
-        """Returns whether a request has to wait for stores to free staging blocks. There may be too few free blocks,
-        because the scheduler stops counting a store's blocks when its prompt has been computed, although the store may
-        still use them. The request waits only for stores that were in flight when it first lacked blocks, because later
-        stores may follow without end.
+        """Returns whether a request has to wait until store operations free staging blocks. There may be too few free
+        blocks, because the scheduler stops counting the blocks of a new segment when the segment's prompt has been
+        computed, although the store operation may still use them. The request waits only for operations that were in
+        flight when it first lacked blocks, because later ones may follow without end.
         """
         if self._has_room(order):
             return False
@@ -329,16 +331,16 @@ class BlendPages:
         _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", reason)
 
     def take_stored(self) -> dict[int, BlendResult]:
-        """Returns the results of the segments whose stores have ended since the last call, by the segments' numbers:
-        STORED if all tokens of the segment are cached, otherwise the reason why not."""
+        """Returns the results of the segments whose store operations have ended since the last call, by the segments'
+        numbers: STORED if all tokens of the segment are cached, otherwise the reason why not."""
         stored, self._stored = self._stored, {}
         return stored
 
     def _begin_store(self, asks: NewSegment, planes: Any) -> SegmentStore:
-        """Begins to store a segment. If there are too few free staging blocks, first waits for earlier stores.
+        """Starts storing a segment. If there are too few free staging blocks, first waits for earlier store operations.
 
         Raises:
-            CapacityError: there are too few staging blocks even without other stores.
+            CapacityError: there are too few staging blocks even if no other segment is being stored.
         """
 
         def begin() -> SegmentStore:
@@ -349,7 +351,7 @@ class BlendPages:
                 caller=asks.caller,
             )
 
-        self._advance_stores()  # frees the blocks of stores that have ended
+        self._advance_stores()  # frees the blocks of store operations that have ended
         try:
             return begin()
         except CapacityError:
@@ -359,10 +361,10 @@ class BlendPages:
             return begin()
 
     def _advance_stores(self, wait: bool = False, until_s: float = math.inf) -> None:
-        """Continues all stores, and records the results of those that have ended.
+        """Advances all store operations, and records the results of those that have ended.
 
         Args:
-            wait: whether to wait for each store until its deadline.
+            wait: whether to wait for each operation until its deadline.
             until_s: when to stop waiting, on the monotonic clock.
         """
         for store, asks in list(self._stores.items()):
@@ -390,7 +392,8 @@ class BlendPages:
 
     @property
     def busy(self) -> bool:
-        """Whether stores or the disks' reads and writes are unfinished, so that `take_arrived` must be called again."""
+        """Whether store operations or the disks' reads and writes are unfinished, so that `take_arrived` must be called
+        again."""
         return bool(self._stores) or self.cache.busy
 
     # --- ends ---

@@ -46,8 +46,8 @@ engine's own prefix cache reveals this."""
 
 
 MOST_STORES = 1 << 12
-"""How many new segments may wait at the same time until all ranks have reported their stores. A rank reports within
-`load.deadline_s`."""
+"""Largest number of new segments that may wait at the same time until all ranks have reported whether they stored them.
+A rank reports within `load.deadline_s`."""
 
 
 class Phase(Enum):
@@ -240,8 +240,8 @@ class BlendRequests(CacheListener):
         return None
 
     def _begin(self, blended: BlendedRequest) -> None:
-        """Reserves staging blocks for the request's pages and orders their load. Does nothing if there are too few free
-        blocks."""
+        """Reserves staging blocks for the request's pages and orders the ranks to load them. Does nothing if there are
+        too few free blocks."""
         if self._held_pages + blended.pages > self._spec.most_pages:
             return
         self._held_pages += blended.pages
@@ -264,15 +264,15 @@ class BlendRequests(CacheListener):
                 self._agree(blended)
 
     def _await_store(self, number: int) -> None:
-        """Begins to wait for all ranks' reports of a new segment's store. The segment is counted when all ranks have
-        reported."""
+        """Starts waiting for all ranks to report whether they stored a new segment. The segment is counted when all
+        ranks have reported."""
         self._storing[number] = {}
         if len(self._storing) > MOST_STORES:
             del self._storing[next(iter(self._storing))]
             self._count(BlendResult.LATE)
 
     def take_stored(self, rank: int, stored: Mapping[int, BlendResult]) -> None:
-        """Handles a rank's report of the segments whose stores have ended; see `BlendPages.take_stored`."""
+        """Handles a rank's report of the segments whose store operations have ended; see `BlendPages.take_stored`."""
         for number, result in stored.items():
             reported = self._storing.get(number)
             if reported is None:

@@ -260,7 +260,7 @@ class SelfTest:
 
 
 def row_error(found: Any, wanted: Any) -> float:
-    """Returns the largest relative error of a row: the norm of its difference, divided by the norm of the wanted row.
-    Both arrays are [rows, elements]."""
+    """Returns the largest relative error of a row: the norm of the difference between the found row and the wanted row,
+    divided by the norm of the wanted row. Both arrays are [rows, elements]."""
     off, length = (found.float() - wanted.float()).norm(dim=1), wanted.float().norm(dim=1)
     return float((off / length).amax())

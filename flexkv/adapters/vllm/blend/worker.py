@@ -168,7 +168,7 @@ class BlendWorker:
         return {} if self._pages is None else self._pages.take_arrived()
 
     def take_stored(self) -> dict[int, BlendResult]:
-        """Returns the results of stores that have ended since the last call; see `BlendPages.take_stored`."""
+        """Returns the results of store operations that have ended since the last call; see `BlendPages.take_stored`."""
         return {} if self._pages is None else self._pages.take_stored()
 
     @property
