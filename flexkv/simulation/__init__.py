@@ -1,2 +1,2 @@
 """Simulations without an engine. They call the real cache manager in random order and inject faults of ranks, disks and
-stores."""
+remote stores."""

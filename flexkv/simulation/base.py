@@ -74,7 +74,8 @@ class SimulationConfig:
             time to live. They share no keys with the requests whose pages do not expire. Must be 0 with `gds_stores`.
         tier_places: number of slots of each group in a symbolic tier, which is behind the disk tier if there is one; 0
             for no symbolic tier.
-        remote: whether the last tier is a store that other machines also use. Must be False with `tier_places`.
+        remote: whether the last tier is a remote store, which other machines also use. Must be False with
+            `tier_places`.
         source_error_rate: among the failed pages of loads straight from disk, the share whose cause is SOURCE or
             TRANSPORT. After such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: number of steps between calls of `check_integrity`; 0 for a call at the end only.
@@ -146,7 +147,7 @@ class SimulationConfig:
 
 @dataclass
 class SimulationReport:
-    """Totals of a run. If the run found a broken rule, they end there.
+    """Totals of a run. If the run found a broken rule, they count only what happened before.
 
     Attributes:
         steps: number of random actions that were taken.

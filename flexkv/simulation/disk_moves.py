@@ -17,7 +17,7 @@ from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
-"""Seconds after which the engine's speed changes. In a simulation, this time has 500 steps."""
+"""Seconds after which the engine's speed changes. A simulation takes 500 steps in this time."""
 
 
 class DiskMoves:
@@ -115,7 +115,7 @@ class DiskMoves:
             world.disk.require_kept(op, named - disproved)
 
     def measure_step(self) -> None:
-        """Reports a few measured prefill steps of the engine, whose speed changes every SAME_PACE_S."""
+        """Reports a few measured prefill steps of the engine, whose speed changes every SAME_PACE_S seconds."""
         world = self.world
         token_s = (0.001, 0.1)[int(world.now_s / SAME_PACE_S) % 2]
         for _ in range(4):

@@ -17,10 +17,10 @@ from flexkv.simulation.model import Model
 
 @dataclass
 class ReadRoom:
-    """Limits on the reads from disk in flight.
+    """Limits on the reads from disk that are in flight.
 
     Attributes:
-        pages: maximum number of pages in reads in flight.
+        pages: maximum number of pages that all these reads have together.
         ops: maximum number of reads in flight.
     """
 
@@ -74,8 +74,8 @@ class LineModel:
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """Checks a lookup that got room. The request must have been in turn (`was_first`). If all pages of `wanted` fit
-        into an empty host memory, each of them must be in host memory or being read.
+        """Checks a lookup that got room. It must have been the request's turn (`was_first`). If all pages of `wanted`
+        fit into an empty host memory, each of them must be in host memory or being read.
         """
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)

@@ -237,7 +237,8 @@ class Requests:
         request.state = "new"
 
     def bar_from(self, request_id: str, token: int) -> None:
-        """Revokes the request's stores from `token` on, because their tokens were computed from a failed load."""
+        """Revokes those pages of the request's stores in flight that reach beyond position `token`, because they were
+        computed from a failed load."""
         require(
             self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, token),
             "discard_from revoked another number of pages",

@@ -28,8 +28,8 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # Pages that were fetched for the request may be held although its lookup no longer needs them. They may make it
-        # wait once.
+        # Pages that were fetched for the request may be held although its lookup no longer needs them. These pages may
+        # make the request wait once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 

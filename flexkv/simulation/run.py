@@ -2,9 +2,9 @@
 and injected faults.
 
 Each step takes one random action. A request looks up, loads, computes, stores or ends. A rank moves pages, reports
-pages as failed, or reports late. The cache forgets keys, grows, expires pages or is reset. Disks and stores move, lose
-or refuse pages. An independent model checks the manager's answer after every call. Engine blocks and slots are checked
-to hold the content that belongs to their keys.
+pages as failed, or reports late. The cache forgets keys, grows, expires pages or is reset. Disks and remote stores
+move, lose or refuse pages. An independent model checks the manager's answer after every call. Engine blocks and slots
+are checked to hold the content that belongs to their keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Simulation:
 
     def _actions(self) -> list[tuple[Action, float]]:
         """Returns every action and its weight. The report names an action after its method, with a prefix for actions
-        of disks, tiers and stores."""
+        of disks, symbolic tiers and the remote store."""
         return [
             (self.requests.arrive, 8),
             (self.requests.advance_request, 30),

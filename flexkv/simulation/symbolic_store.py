@@ -1,5 +1,5 @@
-"""A simulated store that other machines also use, with symbols as values. Like those of a real store, its answers may
-be false.
+"""A simulated store that other machines also use, with symbols as values. As with a real store, its answers may be
+false.
 
 Questions wait in this store until `StoreMoves` answers them. `StoreMoves` also moves the pages. The real `RemoteTier`
 uses this store.

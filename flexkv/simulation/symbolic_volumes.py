@@ -240,13 +240,13 @@ class SymbolicVolumes(Volumes):
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """Checks that the pages at the positions `pages` of an op are still in the durable index. None of them failed
-        because of its content."""
+        """Checks that the pages at the positions `pages` of an op are still in the durable index. The caller passes
+        only pages that did not fail because of their content."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
-        """Checks that the durable index no longer has the pages at the positions `pages` of an op. They could not be
-        read from the op's disk slots.
+        """Checks that the durable index no longer has the pages at the positions `pages` of an op. The caller passes
+        pages that could not be read from the op's disk slots.
         """
         wanted = identities(op)
         for page in pages:

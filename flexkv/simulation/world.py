@@ -33,7 +33,7 @@ requests lose their blocks."""
 
 
 FETCH_PAGES = 12
-"""Maximum number of pages in reads in flight from one tier."""
+"""Maximum number of pages that are being read from one tier."""
 
 FETCH_OPS = 4
 """Maximum number of reads from disk in flight."""
@@ -185,8 +185,8 @@ class World:
             self.recorder.expiring |= self.model.expire(self.unix_s)
 
     def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
-        """Returns the expiry, in Unix seconds, of pages whose store to host memory begins now. It is after `ttl_s`, or
-        at the expiry of the page's copy on disk if that is earlier. NEVER if neither exists.
+        """Returns when pages expire whose store to host memory begins now, in Unix seconds. A page expires after
+        `ttl_s` seconds, or when its copy on disk expires if that is earlier. NEVER for a page to which neither applies.
         """
         ends = self.unix_s + ttl_s if ttl_s else NEVER
         on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None
@@ -253,7 +253,7 @@ class World:
         """Submits an op to the ranks.
 
         Args:
-            keys, numbers: keys of the op's pages, and their numbers in the request.
+            keys, numbers: key of each page of the op, and index of each page in the request.
             in_stream: whether the op runs in order with the engine's steps.
             load: id of the first op of the load to which the op belongs; 0 for a store.
         """

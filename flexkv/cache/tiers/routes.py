@@ -22,7 +22,8 @@ from flexkv.transfer.graph import NEVER, BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
-    """Loads from one tier to engine blocks. A route loads the part of each promise that is in its tier."""
+    """How pages of one tier are loaded to engine blocks: plans the load ops and ends them. A route loads the part of
+    each promise that is in its tier."""
 
     @abstractmethod
     def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
@@ -97,7 +98,7 @@ class StoreOffer:
 
 
 class StraightLoads(LoadRoute):
-    """Loads from a tier straight to engine blocks, without a host slot."""
+    """How pages of one tier are loaded straight to engine blocks, without a host slot."""
 
     @property
     @abstractmethod
@@ -127,7 +128,7 @@ class StraightLoads(LoadRoute):
 
 
 class StoreRoute(ABC):
-    """Stores of engine blocks to one tier."""
+    """How engine blocks are stored to one tier: plans the store ops and ends them."""
 
     @abstractmethod
     def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:

@@ -1,5 +1,5 @@
-"""A tier whose pages are in slots on disks (volumes). It maps keys to slots (`places`), and keeps the tag with which
-each slot was written.
+"""A tier whose pages are in slots on disks (volumes). It maps keys to slots (`places`), and keeps the tag (the page's
+identity) with which each slot was written.
 """
 
 from __future__ import annotations

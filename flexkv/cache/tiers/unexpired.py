@@ -1,4 +1,4 @@
-"""Lookups in the index of a tier that keeps expired entries: they are misses, and are not removed."""
+"""Looks keys up in the index of a tier that keeps expired entries. Such entries are misses, but are not removed."""
 
 from __future__ import annotations
 

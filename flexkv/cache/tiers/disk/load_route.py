@@ -1,4 +1,4 @@
-"""Straight loads from the unit's own disks to engine blocks, bypassing host memory (docs/gds.md).
+"""How pages are loaded straight from the unit's own disks to engine blocks, bypassing host memory (docs/gds.md).
 
 Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that their slots
 are not rewritten. Each rank verifies the pages that it reads against their tags. Pages that fail are reported to the

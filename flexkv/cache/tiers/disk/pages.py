@@ -148,8 +148,8 @@ class DiskPages(StoredTier, Sink):
         return positions, entries, places, tags
 
     def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
-        """Returns the generation (number of the write) of each key's visible page, uint64 [keys]; 0 for keys without a
-        visible page. Removes expired pages that it finds."""
+        """Returns the generation of each key's visible page, which identifies the write of the page, uint64 [keys]; 0
+        for keys without a visible page. Removes expired pages that it finds."""
         there = self.present(group, keys)
         generations = np.zeros(len(keys), np.uint64)
         entries = self.presence.find(group, keys[there])
@@ -211,8 +211,9 @@ class DiskPages(StoredTier, Sink):
             return 0
         strange = len(self)
         self.presence.clear()
-        # The epoch grows by 2, so that it stays even or odd. An odd epoch would mean that this process has new
-        # weights, but the process has the same weights as before.
+        # The epoch grows by 2, so that an even epoch stays even and an odd one odd. Parity says whether the process
+        # still has the weights that it loaded at its start (see `StoredTier`), and this method does not change the
+        # weights.
         self.epoch += 2
         self.volumes.begin_reset(self.epoch)
         return strange

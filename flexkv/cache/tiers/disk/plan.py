@@ -105,8 +105,8 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """Returns the use of the disks that the unit's settings ask for, without the uses of which this engine or its ranks
-    are not capable. Logs a warning about each setting that cannot be fulfilled.
+    """Returns how the unit uses its disks: as its settings ask, except for uses of which this engine or its ranks are
+    not capable. Logs a warning about each setting that cannot be fulfilled.
     """
     disk = unit.config.disk
     if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
@@ -120,7 +120,7 @@ def disk_traffic(unit: UnitFacts) -> DiskTraffic:
 
 
 def disk_facts(unit: UnitFacts) -> TierFacts:
-    """Returns the limits and modes of the unit's reads and writes of its folders."""
+    """Returns the limits and modes with which the unit reads and writes its folders."""
     config = unit.config
     disk = config.disk
     return TierFacts(

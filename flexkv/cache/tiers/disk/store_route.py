@@ -1,4 +1,4 @@
-"""Straight stores from engine blocks to the unit's own disks, bypassing host memory (docs/gds.md).
+"""How engine blocks are stored straight to the unit's own disks, bypassing host memory (docs/gds.md).
 
 Each rank writes its stripe of each page and reports the digests of the page's runs. Then the disk lane writes the
 trailers (the seal), and the pages become visible. A page that is not sealed is never visible.

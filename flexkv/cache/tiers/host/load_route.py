@@ -1,4 +1,4 @@
-"""Loads from host slots to engine blocks."""
+"""How pages are loaded from host slots to engine blocks: plans the load ops and ends them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds,
 
 
 class HostLoads(LoadRoute):
-    """Plans H2D ops for pages that are in host memory or being fetched to it, and records their results."""
+    """Plans loads (H2D ops) of pages that are in host memory or being fetched to it, and records their results."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -93,7 +93,7 @@ class HostLoads(LoadRoute):
 
 
 def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
-    """Returns the number of the op that fetches each page of a load, 0 for a page in host memory. Returns an empty
+    """Returns the op number of the fetch that brings each page of a load, 0 for a page in host memory. Returns an empty
     array if all pages of the load are in host memory."""
     fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS

@@ -1,4 +1,4 @@
-"""Stores from engine blocks to host slots."""
+"""How engine blocks are stored to host slots: plans the store ops and ends them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
 class HostStores(StoreRoute):
-    """Plans D2H ops, and records their results. A page becomes visible when every rank has copied its stripe."""
+    """Plans stores to host slots (D2H ops), and records their results. A page becomes visible when every rank has
+    copied its stripe."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -45,7 +46,7 @@ class HostStores(StoreRoute):
     def _take_over(self, offer: StoreOffer, room: int) -> int:
         """Removes from the index the offered blocks that are being fetched, so that the store gives them new slots.
 
-        Until its page is verified a fetch may fail, and the engine offers a block only once. So the key is given to the
+        A fetch may fail until its page is verified, and the engine offers a block only once. So the key is given to the
         store's slot. The fetch continues in its own slot for the loads that wait for it, but the page in that slot does
         not become visible. If the store fails, the page is still in its tier, unless the fetch has failed too.
 

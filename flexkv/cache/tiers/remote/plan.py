@@ -89,7 +89,7 @@ class RemotePlan(TierPlan):
 
 
 def remote_facts(unit: UnitFacts, slots: int) -> TierFacts:
-    """Returns the limits of the unit's reads and writes of the store.
+    """Returns the limits within which the unit reads and writes pages of the store.
 
     Args:
         slots: number of slots in the unit's host pool. A page that is being written cannot be evicted from the pool,

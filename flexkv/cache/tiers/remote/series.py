@@ -18,12 +18,12 @@ MISSED = {
     "away": PageLoss.REMOTE_LATE,
     LOST: PageLoss.REMOTE_LATE,
 }
-"""Maps the outcome of a get to the reason of the loss. Any outcome that is neither listed nor OK is a failed check of
-the content."""
+"""Maps the outcome of a `get` to the reason why the page was not read. Any outcome that is neither listed nor OK is a
+failed check of the content."""
 
 DROPPED = {"full": PageLoss.REMOTE_FULL, "known": PageLoss.REMOTE_KNOWN}
-"""Maps the outcome of a put to the reason why the page was not written. Any outcome that is neither listed nor OK is a
-failure."""
+"""Maps the outcome of a `put` to the reason why the page was not written. Any outcome that is neither listed nor OK is
+a failure."""
 
 
 def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, int]:

@@ -39,8 +39,8 @@ KNOWN_PAGES = 131_072
 10 MB. If there are more, the eviction policy removes pages from the record, and the store is asked about them again."""
 
 HINT_S = 5
-"""Seconds after which the store's answer that it has a page expires. After such an answer the store itself does not
-evict the page for a longer time (Mooncake: 10 s)."""
+"""Seconds after which the store's answer that it has a page expires. The store itself keeps the page for longer than
+that after such an answer (Mooncake: 10 s)."""
 
 ABSENT_S = 2.0
 """Seconds for which the store is not asked again about a page that it did not have."""

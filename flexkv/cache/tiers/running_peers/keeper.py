@@ -20,8 +20,8 @@ from flexkv.transfer.graph import NEVER, SlotIds
 NO_KEYS: Keys = np.zeros((0, KEY_BYTES), np.uint8)
 
 TURN_S = 0.25
-"""Seconds for which each share of the orphans is left to one unit. In this time the other units read that unit's board
-about a dozen times (`FOLLOW_S`)."""
+"""Seconds for which each share of the orphans (see `PeerKeeper`) is left to one unit. In this time, the other units
+read that unit's list of pages (its board) about a dozen times (`FOLLOW_S`)."""
 
 
 class DepartedPeers(Protocol):
@@ -84,7 +84,7 @@ class PeerKeeper(Keeper):
         """Ended peers whose pages are not needed any more. Each stays in `share.departed` until another thread has
         unmapped its memory."""
         self._orphans: deque[tuple[int, Keys]] = deque()
-        """Pages that may be orphans: groups, each with keys."""
+        """Pages that may be orphans, as pairs of a group and keys."""
 
     # --- notifications of the tier ---
 

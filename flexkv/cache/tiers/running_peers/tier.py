@@ -47,7 +47,7 @@ News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[
 
 
 class SharingUnit(DepartedPeers, Protocol):
-    """The part of `flexkv.peers.share.PeerShare`, which shares this unit's pages with peers, that the tier uses."""
+    """The part that this tier uses of `flexkv.peers.share.PeerShare`, which shares this unit's pages with peers."""
 
     def start(self, weights: bytes) -> None: ...
     def retire(self) -> None: ...
@@ -80,7 +80,7 @@ class LivePeerTier(Tier, Source, Follower):
 
     Args:
         directory: the pages that peers have; another thread keeps it up to date.
-        share: the sharing of this unit's own pages with its peers.
+        share: shares this unit's own pages with its peers.
         plane: copies the pages.
         once: totals of pages that were left out, promoted and lost. None except for the tier of host pools with
             `peers.store: once`.
