@@ -32,8 +32,8 @@ and state, because other rows of that step may be missing. Otherwise the value i
 def bench_of(folder: Path) -> dict[str, Any]:
     """Merges the rows of all steps of the bench stage that have a result.
 
-    Each row also gets the key `PARTIAL`. The key `unread` of the result maps the name of each step whose results cannot
-    be read to the reason.
+    Each row also gets the key `PARTIAL`. The result's key `unread` maps the name of each step with unreadable results
+    to the reason.
     """
     merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
     merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}

@@ -1,5 +1,6 @@
-"""Measures the cost of sharing pages with other running units. Copies from a peer's host pool are compared with plain
-copies between the same mappings; lookups that find nothing at a peer are compared with lookups without peers.
+"""Measures what it costs a unit (the ranks of an engine that share one cache manager) to share pages with other running
+units. Copies from a peer's host pool are compared with plain copies between the same mappings; lookups that find
+nothing at a peer are compared with lookups without peers.
 
     python -m benchmarks.live_peers
 """

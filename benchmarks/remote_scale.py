@@ -1,5 +1,6 @@
-"""Simulates units that share a store. Counts, per request, the calls of the store, the names in these calls, the puts
-and the gets, and compares the counts with the formulas of docs/scale.md.
+"""Simulates units that share a store. (A unit is the ranks of an engine that share one cache manager.) Counts, per
+request, the calls of the store, the names in these calls, the puts and the gets, and compares the counts with the
+formulas of docs/scale.md.
 
 Each unit has host memory for some blocks, and the units share one store with space for more. The units and the store
 evict the least recently used blocks. Requests are the turns of conversations (each turn's prompt consists of the

@@ -64,7 +64,7 @@ class FlexKVConfig(Section):
 
     @classmethod
     def with_origins(cls, values: dict[str, dict[str, object]], origins: dict[str, str]) -> FlexKVConfig:
-        """Makes a configuration from `values` (section -> field -> value) and the origin of each given dotted key."""
+        """Makes a configuration from `values` (by section, then by field) and the origin of each given dotted key."""
         config = cls.model_validate(values)
         config._origins.update(origins)
         return config
@@ -111,7 +111,7 @@ SECTIONS: dict[str, type[Section]] = {
     for name, info in FlexKVConfig.model_fields.items()
     if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
 }
-"""Section name -> pydantic model of the section."""
+"""Maps each section's name to the section's pydantic model."""
 
 
 def setting_fields() -> dict[str, FieldInfo]:

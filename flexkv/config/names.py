@@ -19,12 +19,12 @@ FALSE_WORDS = {False, "false", "0", "no", "off"}
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Another system's name for one of our settings.
+    """Another system's name for one of flexkv's settings.
 
     Attributes:
-        key: the dotted key of our setting.
-        translate: converts the other system's value to ours. If the value is not allowed, raises a ValueError that says
-            what is allowed.
+        key: the dotted key of flexkv's setting.
+        translate: converts the other system's value to flexkv's. If the value is not allowed, raises a ValueError that
+            says what is allowed.
         meaning: how the values correspond, for the documentation.
     """
 

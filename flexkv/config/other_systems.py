@@ -152,7 +152,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     **_all("block_size blocks_per_chunk", OtherName(VLLM, how=ENGINE_BLOCK)),
 }
-"""Name in the other system, in lower case and without that system's prefix -> flexkv's equivalent."""
+"""Maps a name in another system, in lower case and without that system's prefix, to flexkv's equivalent."""
 
 _PREFIXES = ("flexkv_", "lmcache_", "lmcache.")
 _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}

@@ -14,7 +14,9 @@ from pydantic import BeforeValidator, Field
 from flexkv.config.sizes import parse_size
 
 MAX_COPY_THREADS = 64
-"""Most copy threads: more would only contend for memory bandwidth, and the native core does not accept more."""
+"""Maximum number of copy threads: more would only contend for memory bandwidth, and the native core does not accept
+more.
+"""
 
 
 def no_bool(value: object) -> object:

@@ -94,9 +94,10 @@ class VllmHandler(GroupTable):
     """The layout of one rank's pool. The constructor checks its geometry.
 
     Args:
-        caches: layer name -> the layer's tensor, of logical shape `[B, H, N, C]`, where C is K and V joined, or a
-            layer's states. If vLLM splits each block into `ratio` kernel blocks, B is num_blocks x ratio. A layer
-            without its own placement shares the KV of a layer with one, so its tensor must start at the same address.
+        caches: maps each layer's name to the layer's tensor, of logical shape `[B, H, N, C]`, where C is K and V
+            joined, or a layer's states. If vLLM splits each block into `ratio` kernel blocks, B is num_blocks x ratio.
+            A layer without its own placement shares the KV of a layer with one, so its tensor must start at the same
+            address.
         placements: the placements that vLLM made. Groups may use the same bytes, because a block belongs to one group
             at a time.
         groups: the KV cache groups.

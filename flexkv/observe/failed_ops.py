@@ -20,7 +20,9 @@ PERIOD_S = 60.0
 
 @dataclass(slots=True)
 class _Period:
-    """Number of warnings that were logged for one kind of op since `began_s`, and of failures that were left out."""
+    """Number of warnings that were logged for one kind of op since `began_s`, and number of failures that were not
+    logged.
+    """
 
     began_s: float
     lines: int = 0

@@ -25,8 +25,8 @@ def configure_logging(level: str, given: bool = False) -> None:
     """Sets the lowest level to log, unless the program's own logging configuration (such as vLLM's
     VLLM_LOGGING_CONFIG_PATH) has set one. If no handler would get flexkv's messages, adds one that prints to stderr.
 
-    The handler is needed because an engine usually configures its own loggers but not the root logger. Python would
-    then print other packages' messages only from WARNING up, and without a format.
+    The handler is needed because an engine usually configures its own loggers but not the root logger. Without a
+    handler, Python would print flexkv's messages only from WARNING up, and without a format.
 
     Args:
         level: "debug", "info", "warning" or "error".

@@ -22,8 +22,8 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""`WeightsCheck.start` waits for the digest only if the weights have at most this many bytes. So many bytes can be read
-within the time that the call may wait.
+"""`WeightsCheck.start` waits for the digest only if the weights have at most this many bytes. This many bytes can be
+read within the time that the call may wait.
 """
 
 TRIES = 2

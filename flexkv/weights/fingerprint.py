@@ -31,7 +31,7 @@ GAP_BYTES = SAMPLE_BYTES
 """Small tensors with at most this many bytes between them are read with one call."""
 
 MOST_RUN_BYTES = 256 << 10
-"""Most bytes of neighbouring small tensors that one call reads."""
+"""Maximum number of bytes of neighbouring small tensors that one call reads."""
 
 EVEN_SAMPLES = 64
 """The approximate number of samples that are read from a file of another format than safetensors. The positions of the
@@ -132,16 +132,16 @@ def _sample_file(file: Path, budget: Budget) -> bytes:
 
 
 def even_runs(size: int) -> list[SampledRun]:
-    """Samples spread evenly over a file of `size` bytes, and one at its end."""
+    """Returns samples spread evenly over a file of `size` bytes, and one sample at its end."""
     step = max(SAMPLE_BYTES, size // EVEN_SAMPLES)
     runs = [SampledRun(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
     return [*runs, SampledRun(max(0, size - SAMPLE_BYTES), size)]
 
 
 def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> list[SampledRun]:
-    """The ranges of bytes to read from a file: each small tensor completely, and one sample of each larger tensor, at
-    an offset that depends on the tensor's name. If the budget does not suffice for all tensors, evenly chosen ranges of
-    each kind are read.
+    """Returns the ranges of bytes to read from a file: each small tensor completely, and one sample of each larger
+    tensor, at an offset that depends on the tensor's name. If the budget does not suffice for all tensors, evenly
+    chosen ranges of each kind are read.
 
     Args:
         tensors: name and range of each tensor in the file.
@@ -187,7 +187,7 @@ def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
 
 
 def _read_header(file: Path, descriptor: int, size: int) -> bytes:
-    """The length field and header of a safetensors file.
+    """Returns the length field and header of a safetensors file.
 
     Raises:
         ConfigError: the file is not a complete safetensors file.
@@ -214,7 +214,7 @@ def _read(file: Path, descriptor: int, length: int, at: int) -> bytes:
 
 
 def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, SampledRun]]:
-    """Name and range of bytes of every tensor in a safetensors file.
+    """Returns name and range of bytes of every tensor in a safetensors file.
 
     Raises:
         ConfigError: the header is malformed, or a tensor's offsets are impossible.

@@ -31,7 +31,7 @@ LOCK_NAME = "weights.lock"
 VERSION = 1
 
 MOST_FILES = 4096
-"""Most rows of the table; the oldest row is dropped first."""
+"""Maximum number of rows of the table; the oldest row is dropped first."""
 
 MOST_TABLE_BYTES = 16 << 20
 
@@ -172,7 +172,9 @@ class WeightsTable:
 
 
 def lock_name(files: Iterable[Path]) -> str:
-    """Name of the lock file for reading these files; it is the same in every process that reads the same files."""
+    """Returns the name of the lock file for reading these files; it is the same in every process that reads the same
+    files.
+    """
     names = sorted(os.fsencode(os.path.realpath(file)) for file in files)
     digest = hashlib.sha256(b"".join(len(name).to_bytes(8, "little") + name for name in names))
     return f"weights-{digest.hexdigest()[:16]}.lock"
