@@ -81,9 +81,9 @@ PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
-  // Keeps the mapping out of forked children, which do not need the pool. Otherwise fork() would copy pages
-  // that a device has pinned, and the first write to each huge page afterwards would copy it. A failure is
-  // ignored.
+  // Makes fork() leave the mapping out of child processes, which do not need the pool. Otherwise fork() would
+  // copy pages that a device has pinned, and afterwards the first write to each huge page would copy that
+  // page. A failure is ignored.
   madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), MADV_DONTFORK);
   return mapping;
 }
@@ -136,8 +136,8 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  // Linux before 5.14 does not have MADV_POPULATE_WRITE. The code below then touches each page. For a memfd
-  // it first allocates the file's blocks, because otherwise the write could raise SIGBUS.
+  // Linux before 5.14 does not have MADV_POPULATE_WRITE. The code below then touches each page. For a memfd,
+  // it first allocates the file's blocks, because touching a page without a block could raise SIGBUS.
   if (error == EINVAL) {
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {
@@ -156,7 +156,7 @@ int PoolMapping::collapse(int64_t offset) {
   for (int attempt = 0;; ++attempt) {
     if (madvise(base_ + offset, static_cast<size_t>(kHugePageBytes), MADV_COLLAPSE) == 0) return 0;
     const int error = errno;
-    if (error != EAGAIN || attempt == 1) return error;  // tries again after EAGAIN: a page was busy
+    if (error != EAGAIN || attempt == 1) return error;  // a page was busy (EAGAIN): the loop tries once more
   }
 }
 
@@ -173,7 +173,8 @@ int64_t PoolMapping::huge_bytes() const {
     char name[32] = {};
     long kib = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx ", &start, &end) == 2) {
-      if (start >= high) break;  // addresses ascend, so all further mappings are above the pool
+      // The addresses are in ascending order, so all further mappings are above the pool.
+      if (start >= high) break;
       ours = start < high && end > low;
     } else if (ours && std::sscanf(line.c_str(), "%31[^:]: %ld kB", name, &kib) == 2) {
       const std::string field(name);

@@ -11,8 +11,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a thread that waits for slots checks whether the process that made the pool still
-// runs.
+// Unit: seconds. A thread that waits for slots checks at this interval whether the process that made the pool
+// still runs.
 constexpr double kFollowerWaitS = 0.25;
 // Unit: seconds. After each piece the thread rests for as long as the registration took, but for at most this
 // long. So the driver's locks are free for the inference engine's calls about half of the time.
@@ -40,12 +40,12 @@ void HostPool::rest(double seconds) const {
   }
 }
 
-// Waits until slots [0, end) are up. Returns false if they will not come up or the pool is closing.
+// Waits until slots [0, end) are up. Returns false if they will never be up, or if the pool is closing.
 bool HostPool::await_slots(int64_t end) const {
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
     // settled() must be called before the number of slots is read. In the opposite order, bring-up could
-    // bring up these slots and finish in between, and this function would miss them.
+    // bring up these slots and finish between the two calls, and this function would miss the slots.
     const bool over = settled();
     if (stopping_) return false;
     if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;
@@ -68,7 +68,7 @@ void HostPool::register_all(PinRetries retries) {
 void HostPool::try_to_register_all(const PinRetries& retries) {
   lower_own_priority();
   std::vector<int64_t> refused;
-  std::string why;  // why the first refused piece was refused
+  std::string why;  // why the device refused the first piece that it refused
   const auto attempt = [&](int64_t piece, std::vector<int64_t>& left) {
     const auto start = Clock::now();
     const std::string reason = register_piece(piece);
@@ -104,7 +104,8 @@ void HostPool::try_to_register_all(const PinRetries& retries) {
                         " tries): " + why;
 }
 
-// Registers a piece. Returns why the device refused it, or an empty string on success.
+// Registers a piece. Returns an empty string on success, otherwise the reason why the device refused the
+// piece.
 std::string HostPool::register_piece(int64_t piece) {
   std::string reason = registrar_->add(slot_address(pieces_.first_slot(piece)), pieces_.bytes_of(piece));
   registered_[static_cast<size_t>(piece)].store(reason.empty(), std::memory_order_release);
@@ -119,7 +120,7 @@ std::string HostPool::register_piece(int64_t piece) {
   return {};
 }
 
-// Unregisters piece by piece, so that the driver's locks are held only briefly each time.
+// Unregisters one piece at a time, so that the driver's locks are held only briefly each time.
 void HostPool::unregister_all() {
   for (int64_t piece = 0; piece < pieces_.count; ++piece) {
     if (piece_registered(piece)) registrar_->remove(slot_address(pieces_.first_slot(piece)));

@@ -1,6 +1,6 @@
-// Detects that another process has exited. With pidfd, this works even if the pid has been reused since. An
-// attached host pool watches the process that made the pool. RankOp in flexkv/cache/ledger/ops.py describes
-// what happens to the slots of a rank whose process died.
+// Detects that another process has exited. With pidfd, this works even if a new process has got the same pid.
+// An attached host pool watches the process that made the pool. RankOp in flexkv/cache/ledger/ops.py
+// describes what happens to the slots of a rank whose process died.
 #pragma once
 #include <sys/types.h>
 
@@ -16,7 +16,7 @@ class ProcessWatch {
   ~ProcessWatch();
 
   // Whether the process has exited, even if its parent has not reaped it yet. On kernels without pidfd
-  // (before Linux 5.3), whether no process has the pid any more.
+  // (before Linux 5.3), returns whether no process has the pid any more.
   bool ended() const;
 
  private:

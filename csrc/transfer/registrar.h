@@ -1,5 +1,5 @@
-// The interface through which a host pool registers its memory with a device, piece by piece. For a GPU this
-// is cuMemHostRegister.
+// The interface through which a host pool registers its memory with a device, piece by piece. For a GPU,
+// registration is a call of cuMemHostRegister.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -16,9 +16,9 @@ class Registrar {
   virtual void remove(void* base) = 0;
 };
 
-// How often the registration of refused pieces is tried again. With the default values, retries go on for a
-// minute. Temporary causes are usually gone after that time: for example, another process that still exits
-// and has locked memory, or a driver that still starts.
+// How often and when the registration of refused pieces is tried again. With the default values, retries go
+// on for a minute. Most temporary causes end within this time: for example, an exiting process that still has
+// locked memory, or a driver that is still starting.
 struct PinRetries {
   int32_t tries = 6;         // number of retries
   double first_pause_s = 1;  // seconds before the first retry; the pause doubles before each further one

@@ -5,7 +5,8 @@
 namespace flexkv {
 namespace {
 
-// Calls `visit` with the number and the segment of each run of layers [lo, hi), until `visit` returns false.
+// Calls `visit` with the number of each run of layers [lo, hi) and the run's segment, until `visit` returns
+// false.
 template <typename Visit>
 void each_run(const AttachedView& view, int32_t lo, int32_t hi, Visit visit) {
   for (int32_t layer = lo; layer < hi; ++layer) {

@@ -1,5 +1,5 @@
-// The part of the scheduler that callers of the transfer engine use: they submit graphs, poll results, wait,
-// cancel and close.
+// The part of the scheduler for callers of the transfer engine: the functions that submit graphs, poll
+// results, wait, cancel and close.
 #include "transfer/scheduler.h"
 
 #include <sys/eventfd.h>
@@ -20,8 +20,8 @@ namespace {
 // The kinds of op that read the inference engine's blocks and store them.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
 
-// Unit: seconds. An event that is not reached after this time counts as waiting behind other work. An event
-// that was just recorded on an idle stream is reached after some microseconds.
+// Unit: seconds. An event that is not reached after this time is taken to wait behind other work on its
+// stream. An event that was just recorded on an idle stream is reached after some microseconds.
 constexpr double kIdleStreamS = 0.001;
 
 bool is_reached(StreamEvent& event) {
@@ -106,8 +106,8 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
-  // If a load waits for an op, the op is as urgent as the load. Edges point forward, so a backward pass
-  // visits each op after its successors.
+  // An op is at least as urgent as the ops that wait for it, for example a load op. Edges point forward, so
+  // this loop over the ops from last to first visits each op after its successors.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
@@ -115,7 +115,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
   }
   for (const auto& op : graph.ops) {
     const KindQueue& queue = queue_of(*op);
-    if (op->ended) continue;  // an op without pages may have ended with the ops before it
+    if (op->ended) continue;  // an op without pages may already have ended when an earlier op ended
     if (!queue.up) {
       end_all_pages(*op, PageState::kLaneDown, queue.down_reason);
     } else {
@@ -148,8 +148,8 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   has_results_ = !results_.empty();
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    // The read fails only if a caller has read the descriptor, against the contract. The counter is then 0,
-    // as it should be, so the failure is ignored and `taken` is returned.
+    // The read fails only if a caller has read the descriptor, against the contract. The counter is then
+    // already 0, as intended, so the failure is ignored and `taken` is returned.
     [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }
   return taken;
@@ -178,7 +178,8 @@ bool Scheduler::wait(int64_t ticket, double deadline_s) {
 }
 
 LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued) {
-  std::vector<std::shared_ptr<OpState>> loads;  // shared, because the graph may be forgotten during the wait
+  // shared_ptr, because the scheduler may forget the graph during the wait.
+  std::vector<std::shared_ptr<OpState>> loads;
   std::unique_lock lock(mutex_);
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
@@ -192,7 +193,7 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     }
   };
   find_loads(kind_bit(OpKind::kH2D) | kind_bit(OpKind::kGdsRead));
-  // If the graph only reads from disk to host memory, a layer is in place when the read has brought it.
+  // If the graph only reads from disk to host memory, a layer is in place when it has been read.
   if (loads.empty()) find_loads(kind_bit(OpKind::kDiskRead));
   int32_t layers = loads.empty() ? INT32_MAX : 0;
   for (const auto& op : loads) layers = std::max(layers, op->layers());
@@ -219,8 +220,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
-// Returns the op's own fence and the fences of the work items that its lane has in flight, because these
-// items may have to finish before the op does. Fences of older ops that are still queued are not included.
+// Returns the op's own fence and the fences of the work items that its lane has in flight, because the op's
+// copies may have to wait behind these items. Fences of older ops that are still queued are not included.
 std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
   std::vector<std::shared_ptr<StreamEvent>> fences;
   if (op.fence) fences.push_back(op.fence);
@@ -233,12 +234,13 @@ std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState
 }
 
 Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
-  std::vector<std::shared_ptr<OpState>> stores;  // shared, because the graph may be forgotten during the wait
+  // shared_ptr, because the scheduler may forget the graph during the wait.
+  std::vector<std::shared_ptr<OpState>> stores;
   std::vector<std::shared_ptr<StreamEvent>> fences;
   std::unique_lock lock(mutex_);
   require_given(ticket, "order_after");
   const auto found = graphs_.find(ticket);
-  if (found == graphs_.end()) return {true, {}};  // the graph finished long ago
+  if (found == graphs_.end()) return {true, {}};  // the graph has finished and is no longer remembered
   for (const auto& op : found->second.ops) {
     if ((kStoreKinds & kind_bit(op->spec().kind)) != 0 && !op->ended) stores.push_back(op);
   }
@@ -254,7 +256,7 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     std::ranges::move(fences_before(*op), std::back_inserter(fences));
   }
   if (!fences.empty()) {
-    lock.unlock();  // is_reached() calls the driver
+    lock.unlock();  // because is_reached() calls the driver
     answer.behind_forward =
         !std::all_of(fences.begin(), fences.end(), [](const auto& fence) { return is_reached(*fence); });
     lock.lock();
@@ -305,7 +307,8 @@ int64_t Scheduler::cancel(int64_t ticket) {
   if (found == graphs_.end()) return 0;
   int64_t dropped = 0;
   const std::vector<std::shared_ptr<OpState>>& ops = found->second.ops;
-  // Cancels successors first, so that their pages count as cancelled and not as skipped.
+  // Cancels each op after its successors, so that the successors' pages count as cancelled and not as
+  // skipped.
   for (auto op = ops.rbegin(); op != ops.rend(); ++op) {
     if ((*op)->ended) continue;
     (*op)->cancelled = (*op)->unwanted = true;

@@ -1,5 +1,5 @@
 // The scheduler of a transfer engine. It decides which page may move next, and records the result of each op.
-// One lock guards all of its state; no bytes are copied while a thread holds the lock.
+// One lock guards all of its state; no thread copies pages while it holds the lock.
 #pragma once
 #include <array>
 #include <atomic>
@@ -20,44 +20,49 @@
 
 namespace flexkv {
 
-// Unit: work items. When this many consecutive items of loads have overtaken a waiting store, one item of the
-// store runs. So stores get 1/17 of a lane even if loads never stop, and slow loads down by 6 % at most.
+// Unit: work items. When this many consecutive work items of load ops have overtaken a waiting store op, one
+// work item of the store op is taken. So store ops get 1/17 of a lane's work items even if load ops never
+// stop, and they slow load ops down by 6 % at most.
 inline constexpr int32_t kPiecesBeforeAged = 16;
-// Unit: graphs. How many graphs the scheduler remembers after they have finished and were polled, so that
-// wait_layer() still accepts them.
+// Unit: graphs. How many graphs the scheduler remembers after they have finished and their results were
+// polled. wait_layer() still accepts these graphs.
 inline constexpr size_t kRememberedGraphs = 256;
 
-// Unit: checks. The watchdog checks this many times per `op_stuck_s`. A work item without progress in this
-// many checks is stuck. Checks are counted instead of seconds because a process that was stopped (SIGSTOP, a
-// frozen container, a suspended machine) resumes with all its copies late but none of them hung.
+// Unit: checks. The watchdog checks this many times per `op_stuck_s`. A work item counts as stuck if it made
+// no progress during this many checks. Checks are counted instead of seconds because a process may be stopped
+// for a while (SIGSTOP, a frozen container, a suspended machine). When it resumes, all its copies are late,
+// but none of them hangs.
 inline constexpr int32_t kLooksUntilStuck = 4;
 
-// Unit: seconds. The pause between two checks of slots that loads wait for while another transfer engine's
-// reads fill them. A check costs one memory access per page, 10 us for 10,000 pages. During the pause, a disk
-// reads 1.5 MB, a fraction of one work item. Notifications would cost each disk one system call per page.
+// Unit: seconds. Some load ops wait for slots that another transfer engine is filling from disk. This is the
+// pause between two checks of these slots. A check costs one memory access per page, 10 us for 10,000 pages.
+// During the pause, a disk reads 1.5 MB, a fraction of one work item. Notifications instead of checks would
+// cost one system call per page that is read.
 inline constexpr double kSlotLookS = 0.0005;
 
 // The result of Scheduler::wait_layer().
 struct LayerWait {
-  bool in_time = false;  // false: the deadline passed; the ops continue
+  bool in_time = false;  // false: the deadline passed; the ops go on
   // For each op with failed pages, its id and the positions of these pages.
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;
-  // Filled if wait_layer() was called with `issued`: the layer is in place after all of these events. Each
-  // has the kind of its op.
+  // Filled only if wait_layer() was called with `issued`. The layer is in place once all of these events are
+  // reached. Each event comes with the kind of the op that it belongs to.
   std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
 };
 
-// The state of a lane for one kind of op. After the kind was taken down because of a stuck work item, it
-// comes up again when no item of this kind is stuck any more.
+// The state of a lane for one kind of op. A kind is taken down (its ops then fail at once) because of a stuck
+// work item. It comes up again when no item of this kind is stuck any more and the lane can move other items.
 struct LaneState {
   OpKind kind = OpKind::kH2D;
   std::string lane;  // name of the lane
   bool up = true;
-  std::string reason;          // why the kind is down; empty if it is up
-  int64_t open_ops = 0;        // number of ops without a result
-  int64_t held_places = 0;     // number of queue entries in use: ops without a result or not yet polled
-  std::vector<int64_t> stuck;  // ids of ops with stuck work items, whose bytes may still move
-  int64_t times_down = 0;      // how often the kind was taken down since the engine was made
+  std::string reason;    // why the kind is down; empty if it is up
+  int64_t open_ops = 0;  // number of ops without a result
+  // Number of queue entries in use. An op has an entry until its result is polled.
+  int64_t held_places = 0;
+  // Ids of ops with stuck work items. Bytes of these ops may still be moving.
+  std::vector<int64_t> stuck;
+  int64_t times_down = 0;  // how often the kind was taken down since the transfer engine was made
 };
 
 class Scheduler : public WorkSource {
@@ -66,8 +71,8 @@ class Scheduler : public WorkSource {
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 
-  // Adds a lane. Lanes are numbered from 0 in the order of these calls. Call before the first submit. Throws
-  // ContractError if an earlier lane already serves one of this lane's kinds.
+  // Adds a lane. Lanes are numbered from 0 in the order of these calls. Must be called before the first
+  // submit(). Throws ContractError if an earlier lane already serves one of this lane's kinds.
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
@@ -83,55 +88,57 @@ class Scheduler : public WorkSource {
   // Whether poll() would return any result. Does not wait for a lock.
   bool has_results() const { return has_results_; }
   // Waits until all ops of the graph have finished. Returns false if the deadline passes first. Throws
-  // ContractError if submit() never returned this ticket.
+  // ContractError if submit() never returned `ticket`.
   bool wait(int64_t ticket, double deadline_s);
-  // Waits until a layer of all pages that the graph loads is in place. With `issued`, waits only until the
+  // Waits until a layer is in place in all pages that the graph loads. With `issued`, waits only until the
   // layer's copies are enqueued, and returns events that are reached after the copies. Throws ContractError
-  // if the ticket was never returned or its graph is no longer remembered, and BlockRangeError if there is no
-  // such layer.
+  // if submit() never returned `ticket` or its graph is no longer remembered, and BlockRangeError if there is
+  // no such layer.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
-    bool in_time = false;  // false: the deadline passed; the ops continue
-    // Whether a store to disk, which cannot be enqueued on a stream, waits behind work that the inference
-    // engine still runs. Always false with a deadline of 0. May be true even if `in_time` is true.
+    bool in_time = false;  // false: the deadline passed; the ops go on
+    // Whether an op that stores to disk waits behind work that the inference engine is still running. (The
+    // disk's reads of blocks cannot be enqueued on a stream.) Always false with a deadline of 0. May be true
+    // even if `in_time` is true.
     bool behind_forward = false;
-    // After all of these events, the stores have read the inference engine's blocks. Each event has the kind
-    // of its op.
+    // Once all of these events are reached, the store ops have read the inference engine's blocks. Each event
+    // comes with the kind of the op that it belongs to.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until the graph's stores have read the inference engine's blocks. With `on_streams`, expedites the
-  // stores and waits only until the lanes have enqueued these reads. A store to disk cannot be enqueued on a
-  // stream: if it waits behind a forward pass that still runs, this function does not wait for it. Throws
-  // ContractError if the ticket was never returned.
+  // Waits until the graph's store ops have read the inference engine's blocks. With `on_streams`, expedites
+  // the store ops and waits only until the lanes have enqueued these reads. An op that stores to disk cannot
+  // be enqueued on a stream: if it waits behind a forward pass that is still running, this function does not
+  // wait for it. Throws ContractError if submit() never returned `ticket`.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
-  // Lets the gated graphs with these tickets copy layers [0, layers), after `fence` if it is not null.
-  // Ignores graphs that have finished and layers that are already open. Throws, and opens no layer, if a
-  // graph has fewer layers (BlockRangeError) or a ticket was never returned (ContractError).
+  // Allows the gated graphs with these tickets to copy layers [0, layers). The copies start after `fence` if
+  // it is not null. Graphs that have finished and layers that are already open are ignored. Throws, and opens
+  // no layer, if a graph has fewer layers (BlockRangeError) or a ticket was never returned (ContractError).
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
   // Cancels the graph's pages that no lane has taken. Returns the number of cancelled pages. Throws
-  // ContractError if the ticket was never returned.
+  // ContractError if submit() never returned `ticket`.
   int64_t cancel(int64_t ticket);
 
-  // A file descriptor that is readable if and only if poll() would return a result. Callers must not read it.
+  // A file descriptor that is readable if and only if poll() would return a result. Callers must not read
+  // from it.
   int event_fd() const { return event_fd_; }
   // Returns the state of each kind that a lane serves.
   std::vector<LaneState> lanes() const;
 
-  // Refuses further submits, cancels queued pages, and makes take() return null to the lanes. May be called
-  // again.
+  // Makes submit() refuse further graphs, cancels queued pages, and makes take() return null to the lanes.
+  // May be called again.
   void begin_close();
   // Waits until no work item is in flight. Returns false if the deadline passes first.
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
   // The body of the watchdog thread, which runs until close. If a work item makes no progress for
-  // `op_stuck_s`, takes its kind of op down. Sleeps while no item is in flight.
+  // `op_stuck_s` seconds, takes down the item's kind of op. Sleeps while no item is in flight.
   void watch();
 
-  // The body of the thread that checks slots, which runs until close. Some loads wait until another transfer
-  // engine's reads have filled their slots. This thread starts their pages when the slots are filled, and
-  // skips pages whose read failed. Sleeps while no load waits for slots.
+  // The body of the thread that checks slots, which runs until close. Some load ops wait until read ops of
+  // another transfer engine have filled their slots. This thread starts the pages of these load ops when the
+  // slots are filled, and skips pages whose read failed. Sleeps while no load op waits for slots.
   void watch_slots();
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
@@ -149,7 +156,7 @@ class Scheduler : public WorkSource {
   struct Graph {
     std::vector<std::shared_ptr<OpState>> ops;
     size_t open = 0;      // number of ops that have not finished
-    size_t unpolled = 0;  // number of ops whose results were not polled
+    size_t unpolled = 0;  // number of ops whose results have not been polled
   };
   struct KindQueue {
     int32_t lane = -1;  // number of the kind's lane; -1: no lane serves the kind
@@ -160,16 +167,17 @@ class Scheduler : public WorkSource {
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // A step that follows from the end of an op or page: an op or page that waited for it must start or end.
-  // These steps are kept in a list and not handled recursively, because a chain of ops may be as long as the
-  // queues.
+  // A step that must follow when an op or a page has ended: an op or a page that waited for it must start or
+  // end, too. These steps are kept in a list instead of being handled recursively, because a chain of ops may
+  // be as long as the queues, and recursion would be as deep.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;
     int32_t page = -1;
     std::string reason = {};
   };
-  // The pages of an op whose slots another transfer engine's reads have not yet filled completely.
+  // An op, and those of its pages whose slots another transfer engine has not yet filled completely from
+  // disk.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;
@@ -179,21 +187,21 @@ class Scheduler : public WorkSource {
     std::condition_variable work;
     int32_t idle = 0;   // number of threads that sleep in take()
     int32_t woken = 0;  // number of these threads that were notified but have not run yet
-    // Number of consecutive work items that overtook a less urgent op. One counter per kind if the lane's
-    // kinds_are_apart(); otherwise only the first counter is used.
+    // Number of consecutive work items that overtook a less urgent op. There is one counter per kind if the
+    // lane's kinds_are_apart(); otherwise only the first counter is used.
     std::array<int32_t, kOpKinds> urgent_streaks{};
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
   Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
-  // Wakes the op's lane if work items of this op are in flight. Their pages are not ready, so
-  // update_runnable() does not wake the lane for them.
+  // Wakes the op's lane if work items of this op are in flight. The pages of these items are not in the state
+  // kReady, so update_runnable() does not wake the lane for them.
   void wake_lane_of_moving(OpState& op) {
     if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
   }
   // Remembers a finished graph for wait_layer(). If more than kRememberedGraphs are remembered, moves the
-  // oldest to `forgotten`. The caller destroys `forgotten` after it has released the lock, because destroying
-  // an event calls the driver.
+  // oldest one to `forgotten`. The caller destroys `forgotten` after it has released the lock, because
+  // destroying an event calls the driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);
   std::vector<std::shared_ptr<StreamEvent>> fences_before(const OpState& op) const;
   void require_given(int64_t ticket, const char* what) const;
@@ -222,13 +230,14 @@ class Scheduler : public WorkSource {
   const double op_stuck_s_;
   const int event_fd_;
   mutable std::mutex mutex_;
-  std::condition_variable progress_;  // notified when an op finishes, a layer is done or no item is in flight
+  // Notified when an op finishes, when a layer is done, and when no item is in flight any more.
+  std::condition_variable progress_;
   std::condition_variable watchdog_;  // notified when the first work item is taken, and at close
-  std::condition_variable arrivals_;  // notified when a load waits for slots, and at close
+  std::condition_variable arrivals_;  // notified when a load op has to wait for slots, and at close
   std::vector<std::unique_ptr<LaneEntry>> lanes_;
   std::array<KindQueue, kOpKinds> queues_;
   std::map<int64_t, Graph> graphs_;
-  std::deque<int64_t> remembered_;  // tickets of graphs that have finished and were polled, oldest first
+  std::deque<int64_t> remembered_;  // tickets of finished graphs whose results were polled, oldest first
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
   std::atomic<bool> has_results_{false};        // whether results_ is not empty; set before event_fd_ changes

@@ -1,4 +1,4 @@
-// The part of the scheduler that lanes use: they take work items and report their results.
+// The part of the scheduler for lanes: the functions with which they take work items and report results.
 #include <algorithm>
 #include <bit>
 #include <numeric>
@@ -48,10 +48,10 @@ KindSet Scheduler::kinds() const {
 }
 
 // Returns the op from which a lane takes its next work item; null if there is none. Usually this is the
-// oldest op of the most urgent priority. After kPiecesBeforeAged items in a row have overtaken less urgent
-// ops, it returns the oldest of those ops once. It returns only ops whose kind is in `allowed`. If the most
-// urgent runnable ops are all of other kinds, it returns null so that less urgent ops do not overtake them,
-// unless the lane's kinds are apart.
+// oldest op of the most urgent priority. After kPiecesBeforeAged consecutive items have overtaken less urgent
+// ops, returns the oldest of those ops once. Returns only ops whose kind is in `allowed`. If the most urgent
+// runnable ops are all of other kinds, returns null so that less urgent ops do not overtake them. (This does
+// not apply if the lane's kinds_are_apart().)
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest of the less urgent ops
@@ -158,8 +158,8 @@ bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                        std::span<const std::shared_ptr<StreamEvent>> events) {
-  // The events that the new events replace. They are destroyed after the lock is released, because destroying
-  // an event calls the driver.
+  // The old events, which `events` replaces. They are destroyed after the lock is released, because
+  // destroying an event calls the driver.
   std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
@@ -203,8 +203,8 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
   OpState& op = *item->op_;
   if (item->unfinished_ == 0) {
     moving_.erase(item);
-    // This must happen before the result is visible, because a caller that sees the result may detach the
-    // view and free its memory.
+    // The item must release the view before the result is visible, because a caller that sees the result may
+    // detach the view and free the memory that the view refers to.
     item->view_.reset();
     if (item->stuck_) revive();
   }

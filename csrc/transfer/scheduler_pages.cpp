@@ -1,5 +1,5 @@
-// The part of the scheduler that decides what follows when a page or op has finished: which pages may start,
-// which pages are skipped, and which ops are finished.
+// The part of the scheduler that decides what happens after a page or an op has finished: which pages may
+// start, which pages are skipped, and which ops are finished.
 #include <unistd.h>
 
 #include <utility>
@@ -15,11 +15,11 @@ void Scheduler::start_if_free(OpState& op) {
     make_ready(op, page);
   }
   update_runnable(op);
-  settle(op);  // finishes an op without pages
+  settle(op);  // an op without pages finishes at once
 }
 
-// Makes a waiting page ready if it need not wait for a barrier, a stream edge or a read. Returns whether it
-// did.
+// Makes a waiting page ready if it does not have to wait for a barrier, a stream edge or a read. Returns
+// whether it has become ready.
 bool Scheduler::make_ready(OpState& op, int32_t page) {
   if (op.state(page) != PageState::kWaiting || op.waiting_barriers > 0) return false;
   if (!op.waiting_streams.empty() && op.waiting_streams[static_cast<size_t>(page)] > 0) return false;
@@ -28,8 +28,7 @@ bool Scheduler::make_ready(OpState& op, int32_t page) {
   return true;
 }
 
-// Adds the op to `runnable` and wakes its lane if the op has ready pages; otherwise removes it from
-// `runnable`.
+// If the op has ready pages, adds it to `runnable` and wakes its lane. Otherwise removes it from `runnable`.
 void Scheduler::update_runnable(OpState& op) {
   KindQueue& queue = queue_of(op);
   auto& runnable = queue.runnable[static_cast<size_t>(op.effective_priority)];
@@ -53,8 +52,8 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   progress_.notify_all();  // a failed page may be the last one that wait_layer() waited for
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
-    // A page skipped because of a skipped page gets the same reason. Otherwise the reason would grow with
-    // every op of a chain.
+    // A page that is skipped because an earlier op's page was skipped gets that page's reason unchanged.
+    // Otherwise the reason would grow with every op of a chain of ops.
     const std::string why = end == PageState::kSkipped
                                 ? reason
                                 : "page " + std::to_string(page) + " of op " +
@@ -63,14 +62,15 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Calls the lane's read_ended() for a page, because loads of other transfer engines may wait for the read.
+// Calls the lane's read_ended() for a page of a kDiskRead op, because loads of other transfer engines may be
+// waiting for the page.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
-// Calls the lane's read_advanced() with the layers of a page that have been read, because layerwise loads of
-// other transfer engines may wait for these layers.
+// Calls the lane's read_advanced() with the number of a page's layers that have been read, because layerwise
+// loads of other transfer engines may be waiting for these layers.
 void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   const int32_t layers = op.layers_done(page);
@@ -102,11 +102,13 @@ void Scheduler::carry_on() {
   }
 }
 
-// Ends the pages of an op that no lane has taken. Pages in flight finish with their work item.
+// Ends all pages of an op except those that a lane has taken. Pages in flight end when their work item
+// finishes.
 void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& reason) {
   if (op.ended) return;
   if (op.pages() == 0) op.fail_empty(end, reason);
-  // Goes backwards, because PageProgress::end_page() searches the ready pages backwards.
+  // The loop runs from the last page to the first, because PageProgress::end_page() searches the ready pages
+  // in that order.
   for (int32_t page = op.pages() - 1; page >= 0; --page) {
     const PageState state = op.state(page);
     if (state == PageState::kWaiting || state == PageState::kReady) end_page(op, page, end, reason);
@@ -115,8 +117,7 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
   settle(op);
 }
 
-// The scheduler calls this when a page has finished OK. Starts pages of other ops that waited only for this
-// page.
+// Called when a page has finished OK. Starts pages of other ops that waited only for this page.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
   tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
@@ -126,8 +127,8 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// Finishes the op if all its pages have finished and it waits for no barrier edge. Queues the consequences
-// for ops that a barrier edge makes wait for this op.
+// Finishes the op if all its pages have finished and it does not have to wait for a barrier edge. Then queues
+// the consequences for the ops that wait for this op because of a barrier edge.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;
@@ -145,7 +146,7 @@ void Scheduler::settle(OpState& op) {
   has_results_ = true;
   if (results_.size() == 1) {
     const uint64_t one = 1;
-    // The counter is 0 before, so the write can neither block nor fail.
+    // The counter was 0 before, so the write can neither block nor fail.
     if (write(event_fd_, &one, sizeof(one)) != sizeof(one)) throw ContractError("eventfd write");
   }
   progress_.notify_all();

@@ -1,5 +1,5 @@
 // The scheduler's periodic checks. One check looks for work items that hang. Another check looks for slots
-// that reads of other transfer engines have filled.
+// that other transfer engines have filled from disk.
 #include <utility>
 
 #include "transfer/scheduler.h"
@@ -20,8 +20,8 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   }
 }
 
-// Takes down the kinds of op whose work items are stuck. If a lane has as many stuck items as it can have in
-// flight, takes down all kinds of that lane. Kinds of a lane that watches itself are never taken down.
+// Takes down the kinds of op whose work items are stuck. If all items that a lane can have in flight are
+// stuck, takes down all kinds of that lane. Kinds of a lane that watches itself are never taken down.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
@@ -53,8 +53,8 @@ void Scheduler::look_for_stuck() {
   if (moved_again) revive();
 }
 
-// Brings up the kinds that have no stuck work item any more, if their lane can move other items again.
-// Finished items are not in `moving_`.
+// Brings up the kinds that have no stuck work item any more, if their lane can move other items again. An
+// item that has finished does not count: it is not in `moving_` any more.
 void Scheduler::revive() {
   for (int kind = 0; kind < kOpKinds; ++kind) {
     KindQueue& queue = queues_[static_cast<size_t>(kind)];
@@ -73,8 +73,8 @@ void Scheduler::revive() {
   }
 }
 
-// Starts the op's pages whose slots were filled, and skips pages whose read failed. Returns whether any pages
-// of the op still wait.
+// Starts the op's pages whose slots have been filled, and skips pages whose read failed. Returns whether any
+// page of the op still has to wait.
 bool Scheduler::look_for_arrivals(Coming& coming) {
   OpState& op = *coming.op;
   if (op.ended) return false;
@@ -91,7 +91,8 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
-      waiting.push_back(page);  // an earlier layer is being copied; the page is skipped after that
+      // An earlier layer is being copied; the page is skipped once that copy has ended.
+      waiting.push_back(page);
     } else {
       end_page(
           op, page, PageState::kSkipped,
