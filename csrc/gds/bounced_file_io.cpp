@@ -9,16 +9,16 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The size of a thread's buffer; longer calls move in pieces. It is a multiple of 4 KiB, so that
-// the pieces of an aligned call are aligned.
+// Unit: bytes. The size of a thread's buffer. A longer call is made in pieces of this size. The size is a
+// multiple of 4 KiB, so that the pieces of an aligned call are aligned.
 constexpr int64_t kBounceBytes = 4 << 20;
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Returns the calling thread's buffer. Each thread keeps one until it ends, so that only its first call
-// allocates.
+// Returns the calling thread's buffer. A thread keeps its buffer until it ends, so that only its first call
+// allocates memory.
 void* bounce_buffer() {
   thread_local const std::unique_ptr<void, Free> buffer(std::aligned_alloc(kIoAlignBytes, kBounceBytes));
   if (!buffer) throw std::bad_alloc();

@@ -1,5 +1,5 @@
-// File I/O for memory that the inner I/O cannot reach. The inner I/O uses a buffer in plain memory, and the
-// device copies the bytes between that buffer and the call's memory.
+// File I/O for memory that another I/O object, the inner I/O, cannot reach. The inner I/O uses a buffer in
+// plain memory, and the device copies the bytes between that buffer and the call's memory.
 #pragma once
 #include <memory>
 
@@ -10,7 +10,7 @@ namespace flexkv {
 
 class BouncedFileIo : public FileIo {
  public:
-  // `reason` says why no direct I/O is used; direct_refusal() includes it. Empty if no reason is known.
+  // `reason`: why no direct I/O is used; empty if that is not known. direct_refusal() includes this text.
   BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device,
                 std::string reason = {})
       : inner_(std::move(inner)), device_(std::move(device)), reason_(std::move(reason)) {}

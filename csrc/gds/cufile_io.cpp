@@ -11,11 +11,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The maximum that a probing read of looks() reads. It is far larger than `posix_gds_min_kb`,
-// the size below which cuFile makes POSIX calls.
+// Unit: bytes. The maximum length of a probing read of looks(). It is far larger than `posix_gds_min_kb`, the
+// size below which cuFile makes POSIX calls.
 constexpr int64_t kLookBytes = int64_t{1} << 20;
 
-// Describes the codes (CUfileOpError) of errors that cuFileBufRegister returns for an engine's pool.
+// Describes an error code (CUfileOpError) that cuFileBufRegister returned for memory of the inference
+// engine's pool.
 std::string register_words(int32_t code) {
   switch (code) {
     case 5013:
@@ -136,7 +137,7 @@ CufileIo::Place CufileIo::place(void* memory, int64_t bytes) const {
     const auto& [base, size] = *std::prev(next);
     if (at + bytes <= base + size) return {base, at - base, true};
   }
-  return {at, 0, false};  // cuFile accepts unregistered memory, but uses buffers of its own
+  return {at, 0, false};  // cuFile accepts unregistered memory, but copies through its own buffers
 }
 
 ssize_t CufileIo::call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
@@ -163,8 +164,8 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
     const auto offset = static_cast<off_t>(call.offset + outcome.bytes);
     const auto in_buffer = static_cast<off_t>(where.offset + outcome.bytes);
     const ssize_t moved = call_cufile(file, where, call.write, left, offset, in_buffer, outcome.route);
-    // If cuFile returns -1, errno has the system's error, so the disk failed. Other negative numbers are
-    // errors of cuFile, its driver or CUDA.
+    // If cuFile returns -1, a system call failed and errno has its error, so the cause is the disk. Other
+    // negative numbers are errors of cuFile, its driver or CUDA.
     if (moved == -1) {
       outcome.error = errno != 0 ? std::generic_category().message(errno) : "cuFile failed without a reason";
       break;

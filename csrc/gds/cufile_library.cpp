@@ -27,8 +27,8 @@ std::string loader_words() {
   return words != nullptr ? words : std::string("cannot load ") + kLibrary;
 }
 
-// Fills `table` with the library's functions. Returns the name of the first required function that is
-// missing, or an empty string.
+// Fills `table` with pointers to the library's functions. Returns the name of the first required function
+// that is missing, or an empty string if none is.
 std::string fill(void* library, CufileTable& table) {
   std::string missing;
   const auto need = [&](const char* name, auto& function) {

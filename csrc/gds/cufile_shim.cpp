@@ -7,15 +7,17 @@
 namespace flexkv {
 namespace {
 
-// A CUfileOpError: other code in this process has already opened the driver, so flexkv can use it, too.
+// The CUfileOpError for a driver that other code in this process has already opened. flexkv can then use the
+// driver, too.
 constexpr int32_t kDriverAlreadyOpen = 5026;
-// All bits of status_flags, for local disks and network file systems.
+// All bits of status_flags; each stands for a kind of local or network file system.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
-// The bit of feature_flags that reports PCI P2PDMA, since cuFile 1.16.
+// The bit of feature_flags that cuFile sets, since version 1.16, if it supports PCI P2PDMA.
 constexpr uint32_t kP2pSupported = 1u << 4;
-// How many kinds of file systems cuFile may support: the numbers of CUfileDriverStatusFlags are below this.
+// The number of kinds of file systems that cuFile may know: the values of CUfileDriverStatusFlags are below
+// this number.
 constexpr int32_t kFileSystems = 16;
-// Bits of a file system's CUfileP2PFlags: PCI P2PDMA, and chip to chip.
+// Bits of a file system's CUfileP2PFlags: PCI P2PDMA, and a link from chip to chip.
 constexpr int32_t kP2pDma = 1 << 0;
 constexpr int32_t kChipToChip = 1 << 3;
 
@@ -25,7 +27,7 @@ int32_t all_p2p_flags(const CufileTable& table) {
   int32_t all = 0;
   for (int32_t system = 0; system < kFileSystems; ++system) {
     int32_t flags = 0;
-    // For a file system that cuFile does not support, it returns an error, which counts as no flags.
+    // cuFile returns an error for a file system that it does not support. This counts as no flags.
     if (table.p2p_flags(system, &flags).code == 0) all |= flags;
   }
   return all;

@@ -1,5 +1,5 @@
-// cuFile's functions, which are loaded at run time. The declarations here follow the ABI of libcufile.so.0
-// (CUDA 12 and 13), so that a build needs no part of cuFile.
+// cuFile's functions, which are loaded at run time. The declarations in this file follow the ABI of
+// libcufile.so.0 (CUDA 12 and 13), so that flexkv can be built without cuFile.
 #pragma once
 #include <sys/types.h>
 
@@ -33,7 +33,7 @@ struct CufileProperties {
     uint32_t minor_version;
     size_t poll_threshold_bytes;
     size_t max_direct_io_bytes;
-    uint32_t status_flags;   // a bit for each kind of file system that GPUDirect can serve
+    uint32_t status_flags;   // one bit for each kind of file system that GPUDirect Storage can serve
     uint32_t control_flags;  // bit 0: polling, bit 1: compatibility mode allowed
   } nvfs;
   uint32_t feature_flags;  // bit 4: PCI P2PDMA
@@ -45,8 +45,8 @@ struct CufileProperties {
   uint64_t reserved[32];  // space for further fields that newer libraries may write
 };
 
-// One pointer per function of cuFile; tests use functions of their own. A comment with a version means that
-// older libraries lack the function.
+// One pointer per function of cuFile; tests fill the table with functions of their own. If a comment names a
+// version, older libraries do not have the function.
 struct CufileTable {
   CufileError (*driver_open)() = nullptr;
   CufileError (*driver_close)() = nullptr;
@@ -57,8 +57,8 @@ struct CufileTable {
   CufileError (*buffer_deregister)(const void*) = nullptr;
   ssize_t (*read)(CufileHandle, void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
   ssize_t (*write)(CufileHandle, const void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
-  CufileError (*set_max_pinned_kib)(size_t) = nullptr;  // cuFile ignores calls after driver_open
-  CufileError (*version)(int32_t*) = nullptr;           // since 1.7
+  CufileError (*set_max_pinned_kib)(size_t) = nullptr;                      // no effect after driver_open
+  CufileError (*version)(int32_t*) = nullptr;                               // since 1.7
   CufileError (*p2p_flags)(int32_t file_system, int32_t* flags) = nullptr;  // since 1.16
   CufileStatisticsTable statistics;                                         // since 1.15
 };
@@ -67,8 +67,9 @@ struct CufileTable {
 class Cufile {
  public:
   // Raises cuFile's limit on pinned device memory to `pinned_bytes`, if that is more than cuFile's default;
-  // pinned_limit() returns the resulting limit. Then opens the driver of `table` and reads its properties.
-  // Throws ConfigError, with the reason, if the driver cannot be opened or its properties cannot be read.
+  // pinned_limit() returns the resulting limit. Then opens cuFile's driver with the functions of `table`, and
+  // reads the driver's properties. Throws ConfigError, with the reason, if the driver cannot be opened or its
+  // properties cannot be read.
   explicit Cufile(const CufileTable& table, int64_t pinned_bytes = 0);
   ~Cufile();
   Cufile(const Cufile&) = delete;
@@ -76,12 +77,13 @@ class Cufile {
 
   const CufileTable& table() const { return table_; }
   // The mechanisms through which disks and GPUs can exchange bytes on this machine, such as "nvidia-fs 2.0"
-  // or "PCI P2PDMA". Whether calls use one of them differs from file to file. Empty in compatibility mode,
-  // where every call is a POSIX call inside cuFile.
+  // or "PCI P2PDMA". Whether calls use one of these mechanisms differs from file to file. Empty in
+  // compatibility mode, in which cuFile makes POSIX calls instead.
   const std::string& direct_by() const { return direct_by_; }
-  // Unit: bytes. How much device memory cuFile can register in this process; 0 if cuFile does not report it.
+  // Unit: bytes. How much device memory cuFile can register in this process in total; 0 if cuFile does not
+  // report it.
   int64_t pinned_limit() const { return pinned_limit_; }
-  // Why cuFile does not count the routes of its calls; empty if it does.
+  // Says why cuFile does not count the routes of its calls; empty if it counts them.
   const std::string& uncounted() const { return statistics_->refusal(); }
   CufileWatch& watch() { return *watch_; }
 
@@ -94,12 +96,14 @@ class Cufile {
   std::unique_ptr<CufileWatch> watch_;
 };
 
-// Shares one open driver among all users. The driver stays open even when no user is left, because libcufile
-// 1.15 crashes in one of its own threads after about two dozen cycles of opening and closing.
+// Shares one open cuFile driver among all its users in the process. The driver stays open even when no user
+// is left, because libcufile 1.15 crashes in one of its own threads after about two dozen cycles of opening
+// and closing.
 class CufileUsers {
  public:
-  // Returns the open driver. The first call opens it, with the table that `load` returns and `pinned_bytes`.
-  // Returns null if `load` returns no table. Throws what Cufile's constructor throws.
+  // Returns the open driver. The first call opens it: it passes the table that `load` returns, and
+  // `pinned_bytes`, to Cufile's constructor. Returns null if `load` returns no table. Throws what Cufile's
+  // constructor throws.
   std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load,
                                int64_t pinned_bytes = 0);
 
@@ -108,19 +112,19 @@ class CufileUsers {
   std::shared_ptr<Cufile> cufile_;
 };
 
-// Unit: bytes. cuFile's default limit on pinned device memory (max_device_pinned_mem_size_kb in cufile.json).
+// Unit: bytes. cuFile's default limit on the device memory that a process can pin
+// (max_device_pinned_mem_size_kb in cufile.json).
 inline constexpr int64_t kCufilePinnedBytes = int64_t{32} << 30;
 
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
 // Returns the process's cuFile, which the first call opens. Returns null, and sets `why` to the reason, if
 // there is no GPU or cuFile cannot be opened. Without a GPU, this function does not even load cuFile, because
-// opening cuFile's driver may hang. `pinned_bytes` is how much device memory the process may register: all
-// memory of its GPU.
+// opening cuFile's driver may hang. `pinned_bytes`: how much device memory the process may register; callers
+// pass the size of all memory of the GPU.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
-// Formats the number that cuFileGetVersion reports, which has 1000 per major and 10 per minor version: 1200
-// is "1.20".
+// Formats the number that cuFileGetVersion reports, which is 1000 * major + 10 * minor: 1200 becomes "1.20".
 std::string cufile_version_text(int32_t version);
 
 }  // namespace flexkv

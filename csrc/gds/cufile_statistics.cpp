@@ -7,7 +7,7 @@
 namespace flexkv {
 namespace {
 
-constexpr int32_t kGpuLevel = 3;  // the lowest level that counts per GPU
+constexpr int32_t kGpuLevel = 3;  // the lowest level of cuFile's statistics that has counts per GPU
 
 static_assert(sizeof(CufileGpuStatistics) == 248);
 static_assert(offsetof(CufileGpuStatistics, p2p_reads) == 56);
@@ -22,8 +22,8 @@ std::string to_string(const CufileError& error) {
 }
 
 std::optional<size_t> cufile_statistics_offset(int32_t version) {
-  // The numbers come from each version's cufile.h. The level 3 structure begins with the level 1 structure,
-  // to which 1.19 added vectored I/O.
+  // The offsets come from each version's cufile.h. The level 3 structure begins with the level 1 structure.
+  // The latter is larger since version 1.19, which added vectored I/O.
   if (version >= 1150 && version < 1190) return 1032;
   if (version >= 1190 && version < 1210) return 1144;
   return std::nullopt;
@@ -62,7 +62,7 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
 }
 
 CufileStatistics::~CufileStatistics() {
-  // If cuFile refuses one of the calls below, it continues to count, which is harmless.
+  // If one of the calls below fails, cuFile continues to count, which is harmless.
   if (started_) static_cast<void>(table_.stop());
   if (level_before_) static_cast<void>(table_.set_level(*level_before_));
 }

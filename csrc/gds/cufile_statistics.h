@@ -10,7 +10,7 @@ namespace flexkv {
 
 struct CufileError {
   int32_t code = 0;       // CUfileOpError; 0 is success
-  int32_t cuda_code = 0;  // CUresult; 0 if the error did not come from CUDA
+  int32_t cuda_code = 0;  // CUresult; 0 if the error is not one of CUDA
 };
 
 // Formats an error, for example as "cuFile error 5011 (CUDA error 700)".
@@ -25,7 +25,7 @@ struct CufileStatisticsTable {
   bool complete() const { return get_level && set_level && start && stop && level3; }
 };
 
-// CUfilePerGpuStats, which is the same in cuFile 1.15 to 1.20.
+// CUfilePerGpuStats, whose layout is the same in cuFile 1.15 to 1.20.
 struct CufileGpuStatistics {
   char uuid[16];
   uint64_t read_bytes, read_bytes_per_s, read_utilization, read_us;
@@ -36,14 +36,15 @@ struct CufileGpuStatistics {
   uint64_t registrations[5];
 };
 
-inline constexpr size_t kCufileGpus = 16;  // the length of CUfileStatsLevel3::per_gpu_stats
-// Unit: bytes. Enough for the level 3 statistics of every known version and for additions in newer ones.
+inline constexpr size_t kCufileGpus = 16;  // length of the array CUfileStatsLevel3::per_gpu_stats
+// Unit: bytes. The size of a buffer for the level 3 statistics: enough for every known version, and for
+// additions in newer versions.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
-// Returns the offset of the per-GPU counts in the level 3 statistics of cuFile `version` (1150 means 1.15).
-// Returns nothing if the version's layout is not known.
+// Returns the offset of the per-GPU counts in the level 3 statistics of a version of cuFile (1150 means
+// 1.15). Returns nothing if the version's layout is not known.
 std::optional<size_t> cufile_statistics_offset(int32_t version);
 
-// The process's reads and writes since cuFile began to count.
+// The number of the process's reads and writes, by route, since cuFile began to count.
 struct CufileOps {
   uint64_t direct = 0;   // by PCI P2PDMA and nvidia-fs
   uint64_t bounced = 0;  // by POSIX calls, and by DMA through another GPU's memory
@@ -54,21 +55,20 @@ class CufileStatistics {
   // Makes cuFile's open driver count at level 3, the only level that distinguishes direct from bounced
   // operations. If cuFile refuses, refusal() says why.
   CufileStatistics(const CufileStatisticsTable& table, int32_t version);
-  // Stops the statistics if this object started them, and restores their former level.
+  // Stops the statistics if this object started them, and restores the level that they had before.
   ~CufileStatistics();
   CufileStatistics(const CufileStatistics&) = delete;
   CufileStatistics& operator=(const CufileStatistics&) = delete;
 
-  // Why cuFile does not count its calls; empty if it does.
+  // Says why cuFile does not count its calls; empty if it counts them.
   const std::string& refusal() const { return refusal_; }
-  // Returns the current counts, or nothing if cuFile does not count its calls or refuses to return the
-  // counts.
+  // Returns the current counts, or nothing if cuFile does not count its calls or does not return the counts.
   std::optional<CufileOps> read() const;
 
  private:
   CufileStatisticsTable table_;
   size_t offset_ = 0;
-  std::optional<int32_t> level_before_;  // the former level; unset if this object has not changed it
+  std::optional<int32_t> level_before_;  // the level before this object changed it; unset if it did not
   bool started_ = false;
   std::string refusal_;
 };

@@ -1,6 +1,6 @@
 // Finds out the route of each of flexkv's calls to cuFile. cuFile counts the operations of the whole process,
-// so the watch reads the counts before and after a call. If all operations between the two readings took the
-// same route, the call took it too, even if other calls ran at the same time.
+// so CufileWatch reads the counts before and after a call. If all operations between the two readings took
+// the same route, the call took this route, too, even if other calls ran at the same time.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -25,15 +25,15 @@ class CufileWatch {
   // The route of a file's calls when it was last observed; kUnknown if it never was.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
-  // `unseen`: the route recorded for a call whose route the counts do not show.
+  // `unseen`: the route that is recorded for a call if the counts do not show the call's route.
   explicit CufileWatch(std::function<std::optional<CufileOps>()> read, IoRoute unseen = IoRoute::kUnknown)
       : read_(std::move(read)), unseen_(unseen) {}
 
   // Reads the counts before a call. Returns nothing if cuFile does not count its calls.
   std::optional<CufileOps> begin();
-  // Returns the route of a call on `file`. `before` is what begin() returned. `moved` says whether the call
-  // moved bytes, because cuFile does not count a call that moved none. For memory that is not registered,
-  // `file` is null: a call on such memory is bounced, because its DMA ends in one of cuFile's buffers. It
+  // Returns the route of a call on `file`. `before` is what begin() returned. `moved`: whether the call moved
+  // any bytes; cuFile does not count a call that moved none. For memory that is not registered, `file` is
+  // null: a call on such memory is bounced, because its DMA ends in one of cuFile's buffers. So the call
   // shows nothing about the file's route.
   IoRoute end(const std::optional<CufileOps>& before, const Route& file, bool moved);
   // The number of calls so far, by route.

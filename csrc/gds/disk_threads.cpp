@@ -81,7 +81,7 @@ void DiskThreads::submit(int32_t disk, Task task) {
         target.queue.pop_back();
         throw;
       }
-      // No new thread could be started, so a running thread will take the task.
+      // No new thread could be started, so a thread that is already running will take the task.
     }
   }
   target.ready.notify_one();

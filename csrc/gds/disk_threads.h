@@ -1,4 +1,4 @@
-// Runs each disk's I/O on a few threads, which are started as tasks arrive.
+// Runs each disk's I/O on a few threads of its own, which are started as tasks arrive.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -7,14 +7,14 @@
 
 namespace flexkv {
 
-// Unit: threads. The limit is low because cuFile was seen to hang with 256 or more requests in flight. Each
-// thread has one request in flight.
+// Unit: threads. The limit is low because cuFile has hung in tests with 256 or more requests in flight, and
+// each thread has one request in flight.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {
  public:
-  // `on_start` runs first in every thread, and makes the GPU current. If it returns an error, every task of
-  // that thread gets the error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
+  // `on_start` is called first in every thread; it makes the GPU current. If it returns an error, every task
+  // of that thread gets the error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
   DiskThreads(int32_t disks, int32_t threads_per_disk, std::function<std::string()> on_start);
   // Waits until all submitted tasks have finished, and joins the threads. Call abandon() first if a task may
   // never finish.
@@ -22,11 +22,12 @@ class DiskThreads {
   DiskThreads(const DiskThreads&) = delete;
   DiskThreads& operator=(const DiskThreads&) = delete;
 
-  // `not_started` is the error that on_start returned, or empty if it returned none. The queue has no limit:
-  // callers limit how many of their tasks are unfinished.
+  // Runs `task` on one of the disk's threads. `not_started` is the error that on_start returned in that
+  // thread, or empty if it succeeded. The queue has no limit: callers limit the number of their unfinished
+  // tasks.
   using Task = std::function<void(const std::string& not_started)>;
   void submit(int32_t disk, Task task);
-  // Detaches the threads. They own everything that they use.
+  // Detaches the threads, which may then outlive this object. They keep everything that they use alive.
   void abandon();
   int32_t started() const;
 

@@ -20,21 +20,21 @@ namespace flexkv {
 namespace {
 
 // Unit: bytes. When a transfer has this many bytes, the lane adds no further work item to it. 16 pages of 2
-// MiB keep an NVMe disk at its full speed; the disk lane has the same limit. At 3 GB/s, a new load waits
-// about 10 ms for a store in flight.
+// MiB keep an NVMe disk at its full speed; the disk lane has the same limit. At 3 GB/s, a store transfer of
+// this size takes about 10 ms, for which a new load may have to wait.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
 LayerRange layers_of(const WorkItem& item) { return {item.layer_lo(), item.layer_hi()}; }
 
-// Page number `index` of work item number `item`.
+// The page with number `index` of the work item with number `item`.
 struct Task {
   size_t item = 0;
   size_t index = 0;
   PageMove move;
 };
 
-// Returns where the view's stripe lies in a slot image. Throws GeometryError unless the image's runs in that
-// stripe are the view's runs.
+// Returns where the stripe of `view` lies in a slot image. Throws GeometryError if the image's runs in that
+// stripe differ from the view's runs.
 StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
   const SlotImage& image = codec.image();
   const size_t first = static_cast<size_t>(codec.digest_offset(stripe) - codec.digest_offset(0)) / 8;
@@ -75,9 +75,9 @@ FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   return failure_cause_of(miss);  // returns kTransport if there is no miss
 }
 
-// Returns the first layer of each range of layers in which layerwise reads bring a rank's stripe. The ranges
-// are those of the disk lane, or one range of all layers if the runs of some range are not contiguous in the
-// stripe.
+// A layerwise read brings a rank's stripe in several ranges of layers. Returns the first layer of each range.
+// The ranges are the same as in the disk lane. But if the runs of some range are not contiguous in the
+// stripe, there is one range of all layers.
 std::vector<int32_t> read_stages(const PageCodec& codec, int32_t stripe) {
   const std::vector<int32_t> starts = layer_stages(codec);
   const int64_t begin = codec.image().stripe_offset(stripe);
@@ -93,7 +93,8 @@ std::vector<int32_t> read_stages(const PageCodec& codec, int32_t stripe) {
   return starts;
 }
 
-// Returns the slot size that a slab must have: the largest slot image of the groups that share the slab.
+// Returns the slot size that a slab must have: the size of the largest slot image among the groups that share
+// the slab.
 int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64_t slab_id) {
   int64_t bytes = 0;
   for (const GdsGroup& group : groups) {
@@ -121,8 +122,8 @@ struct GdsLane::Shared {
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
-// Waits for a work item and takes it, and then further waiting items of the same op kind, until they have
-// kMostTransferBytes together. Returns no items when the lane has to end.
+// Waits for a work item and takes it. Then takes further queued items of the same op kind, until all items
+// together have kMostTransferBytes. Returns no items when the lane has to end.
 std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
   std::vector<std::shared_ptr<WorkItem>> items;
   std::shared_ptr<WorkItem> item = source.take(lane);
@@ -165,14 +166,15 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Moves pages of the same view, range of layers and fence as one batch. A page whose target is already in the
-// batch starts the next batch, so that the target ends up with the bytes of the later op. Items whose pages
-// have all moved are finished before the lane waits for a different fence.
+// Moves the pages of the items in batches. All pages of a batch have the same view, range of layers and
+// fence. If a page has the same target as an earlier page of the batch, it starts the next batch, so that the
+// target ends up with the bytes of the later op. Items whose pages have all been moved are finished before
+// the lane waits for a different fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
                            const std::function<void(size_t)>& finish_before) {
   std::vector<Task> tasks;
-  std::unordered_set<int32_t> targets;  // engine blocks of a read, disk slots of a write
+  std::unordered_set<int32_t> targets;  // inference engine's blocks of a read, disk slots of a write
   const auto flush = [&] {
     try {
       if (!tasks.empty()) move_group(items, tasks, results);
@@ -330,7 +332,7 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
   const StripePlace place = place_of(*of.codec, shared_->stripe, view);
   const PageMap map = PageMap::stripe(view, place, true);
-  std::vector<StagedPage> samples;  // two blocks are enough to show how all blocks are aligned
+  std::vector<StagedPage> samples;  // two blocks are enough to show how all blocks are aligned in memory
   for (const auto& [device, shape, file] : of.slabs) {
     if (device < 0) continue;
     for (const int64_t block : {0, 1}) samples.push_back({block, device, file, shape.header_bytes});
@@ -344,8 +346,8 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   } else {
     shared_->manager->refuse_pool("a block lies in " + std::to_string(pieces.size()) + " pieces of it");
   }
-  // Reserves staging also for ranges of layers, which may have to pass through slots even if complete pages
-  // do not.
+  // Reserves staging memory also for ranges of layers: they may have to pass through staging slots even if
+  // complete pages do not have to.
   const std::vector<int32_t>& starts = shared_->stages[static_cast<size_t>(group)];
   for (size_t stage = 0; starts.size() > 1 && stage < starts.size(); ++stage) {
     const int32_t end = stage + 1 < starts.size() ? starts[stage + 1] : of.codec->layers();

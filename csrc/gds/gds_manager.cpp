@@ -11,17 +11,19 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages per thread. While a thread moves one page, the thread's next page is queued.
+// Unit: pages per thread. A transfer without staging has this many pages per thread in flight: while a thread
+// moves one page, its next page is already queued.
 constexpr int32_t kDirectPagesPerThread = 2;
 // Unit: seconds. How long a disk may take to answer one probing read. After this time, no further probing
 // reads are started.
 constexpr double kFileLookS = 10;
-// Unit: bytes. Enough for every probing read; see FileIo::looks().
+// Unit: bytes. The size of the buffer for probing reads. It is enough for every probing read; see
+// FileIo::looks().
 constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
-// Unit: bytes. No pool is larger than this.
+// Unit: bytes. The maximum size of a pool's region. A larger value is a mistake by the caller.
 constexpr int64_t kMostRegionBytes = int64_t{1} << 50;
-// Unit: bytes. A larger value is a mistake by the caller. Up to this limit, rounding up stays far from
-// overflow.
+// Unit: bytes. The maximum of `max_staging_bytes`. A larger value is a mistake by the caller. Up to this
+// limit, sizes can be rounded up without overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
 void refuse(const char* name, const std::string& value, const char* allowed) {
@@ -47,7 +49,7 @@ const GdsOptions& checked(const GdsOptions& options) {
 
 }  // namespace
 
-// Lists a transfer in running_ for as long as this object exists.
+// Keeps a transfer in the list running_ for as long as this object exists.
 class GDSManager::Running {
  public:
   Running(GDSManager& manager, TransferControl& control) : manager_(manager), control_(control) {
@@ -103,17 +105,17 @@ void GDSManager::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
   for (TransferControl* control : running_) control->cancel();
-  // Each running transfer ends when its I/O has finished, or gives up after stuck_s.
+  // Each running transfer ends when its I/O has finished, or when it gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // Each file is closed when its last reference is dropped: I/O that hangs holds references to everything
+  // Each file is closed when its last reference is dropped: I/O that hangs keeps references to everything
   // that it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   lock.unlock();
   {
     const std::lock_guard pool_lock(pool_mutex_);
-    pool_ = nullptr;  // must be destroyed before the I/O, which registered the pool
+    pool_ = nullptr;  // must be destroyed before the I/O object, with which the pool is registered
   }
   lock.lock();
   parts_.io = nullptr;
@@ -194,13 +196,14 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
   if (!buffer->not_registered().empty()) return {};
   const double answer_s = std::min(options_.stuck_s, kFileLookS);
   const auto enough = deadline_in(kFileLookS);
-  // Makes the probing reads one by one, because the I/O's counts cannot distinguish overlapping calls.
+  // The probing reads are made one after another, because the I/O object's counts cannot tell overlapping
+  // calls apart.
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;
-    // The I/O records the route that the read shows. An error is ignored here, because the transfers that
-    // need the file report it. The task owns everything that it touches, because this function may stop
-    // waiting for it. It drops its references before it reports its outcome, so that the buffer is not
-    // destroyed later on one of the disk's threads.
+    // The I/O object records the route that the read shows. An error of the read is ignored, because the
+    // transfers that need the file report it. The task keeps everything that it touches alive, because this
+    // function may stop waiting for the task. The task drops its references before it reports its outcome, so
+    // that the buffer is not destroyed later on one of the disk's threads.
     auto look =
         std::make_shared<std::packaged_task<IoOutcome()>>([io = parts_.io, held = buffer, call]() mutable {
           IoOutcome outcome = io->transfer(call);
@@ -213,7 +216,7 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
       if (not_started.empty()) {
         (*look)();
       } else {
-        look->reset();  // breaks the promise, so that the wait for `answer` ends
+        look->reset();  // breaks the promise, so that waiting for `answer` ends
       }
     });
     if (answer.wait_for(to_duration(answer_s)) != std::future_status::ready) {
@@ -250,8 +253,8 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map, const
   {
     const std::lock_guard lock(mutex_);
     if (!down_reason_.empty()) return nullptr;
-    // The size depends only on the geometry of the pages, not on the transfer. So a new buffer is made only
-    // for a group that needs more bytes.
+    // The buffer's size depends only on the geometry of the pages, not on the transfer. So a new buffer is
+    // made only if a group needs more bytes than the buffer has.
     if (staging_.buffer != nullptr && staging_.buffer->bytes() >= slots * slot) {
       staging_.slots = {slots, slot};
       return staging_.buffer;
@@ -301,7 +304,7 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
   if (!is_read && std::adjacent_find(places.begin(), places.end()) != places.end()) {
     throw BlockRangeError("a block of the files is named twice in one write");
   }
-  if (!is_read) return;  // a write may copy one block to several places
+  if (!is_read) return;  // a write may copy one block to several places, so only reads are checked
   std::sort(blocks.begin(), blocks.end());
   const auto twice = std::adjacent_find(blocks.begin(), blocks.end());
   if (twice != blocks.end()) {
@@ -311,8 +314,8 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
 
 GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
                                    bool force_direct) const {
-  // A slot brings no gain for a page in one piece. Pages in several pieces go directly only if the options
-  // say so.
+  // For a page in one piece, a staging slot brings no advantage. Pages in several pieces are moved directly
+  // only if the options say so.
   const PageMap* beside = map.beside_slots();
   const bool unknown_too = options_.register_pool == RegisterPool::kOn;
   if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
@@ -321,7 +324,7 @@ GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPag
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
-  // Pages without digests go directly if they are in one piece and their calls would not be bounced.
+  // Pages without digests are moved directly if they are in one piece and their calls would not be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages, unknown_too)) return Way::kStraight;
   return Way::kStaged;
 }

@@ -17,7 +17,8 @@ namespace flexkv {
 std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream,
                                                TransformGrid grid) {
   if (!number) {
-    const cuda::Info info = cuda::device_info();  // `built`: kernels need a build with the CUDA toolkit
+    // `built`: whether this is a build with the CUDA toolkit, which kernels need.
+    const cuda::Info info = cuda::device_info();
     number = info.built && info.device_count > 0 ? cuda::current_device() : kHostDevice;
   }
   if (*number == kHostDevice) return host_transform_device();
@@ -47,8 +48,8 @@ std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
 
 }  // namespace
 
-// Makes the device current both to make the I/O and to destroy it, because cuFile registers memory with the
-// current context.
+// Makes the device current when the I/O object is made and when it is destroyed, because cuFile registers
+// memory with the current context.
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   std::shared_ptr<FileIo> io;

@@ -15,7 +15,7 @@ std::string describe(const IoCall& call, const IoOutcome& outcome) {
          (outcome.error.empty() ? "short, " + std::to_string(outcome.bytes) + " bytes moved" : outcome.error);
 }
 
-// Adds one call's outcome to `result`. Returns false if the call failed, which fails the page.
+// Adds one call's outcome to `result`. Returns false if the call failed; the page then fails, too.
 bool take_outcome(const FileIo& io, const IoCall& call, const IoOutcome& outcome, PageIoResult& result) {
   result.calls += 1;
   const IoRoute route = outcome.route.value_or(io.route(call));
@@ -59,7 +59,8 @@ void PageIo::submit(int32_t position, PageJob job) {
       result.error = error.what();
       result.cause = StagedFailure::kDevice;
     }
-    job.reset();  // before the result is visible, because a finished page must hold no references
+    // Frees the job before its result is visible, because a finished page must hold no references.
+    job.reset();
     const std::lock_guard lock(shared->mutex);
     shared->ended.push_back(std::move(result));
     shared->changed.notify_one();

@@ -1,4 +1,4 @@
-// Runs the I/O of a transfer's pages on the disks' threads.
+// Runs the I/O of a transfer's pages on the threads of their disks.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,11 +11,11 @@
 
 namespace flexkv {
 
-// The I/O of one page, which a disk's thread performs. It owns everything that it touches, because it may
-// outlive the transfer.
+// The I/O of one page, which a disk's thread performs. The job keeps everything that it touches alive,
+// because it may outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
-  size_t together = 0;                     // the first `together` calls may be made in any order
+  size_t together = 0;  // the first `together` calls may be made in any order, before the others
   std::shared_ptr<StagingBuffer> staging;  // the buffer that the calls use; null for direct I/O
 };
 
@@ -25,7 +25,7 @@ struct PageIoResult {
   int64_t bounced = 0;
   int64_t unknown = 0;  // calls that were direct or bounced, but nothing shows which
   int64_t bytes = 0;
-  std::string error;                         // why a call failed; empty if every byte moved
+  std::string error;                         // why a call failed; empty if every byte was moved
   StagedFailure cause = StagedFailure::kIo;  // the cause of the error; meaningless if there is none
 };
 
@@ -35,7 +35,8 @@ class PageIo {
 
   void submit(int32_t position, PageJob job);
   int32_t in_flight() const { return in_flight_; }
-  // Returns the results of the pages that have finished. If there are none, waits for up to `wait_s`.
+  // Returns the results of the pages that have finished since the last call. If there are none, waits for up
+  // to `wait_s`.
   std::deque<PageIoResult> take_ended(double wait_s);
 
  private:

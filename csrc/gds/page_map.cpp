@@ -18,8 +18,8 @@ PageMap PageMap::file(std::vector<Segment> runs) {
     const int64_t in_file = run.page_offset;
     FileExtent* last = map.extents_.empty() ? nullptr : &map.extents_.back();
     if (last == nullptr || last->file_offset + last->bytes != in_file) {
-      // The extent begins on a 4 KiB boundary of the slot, so that the address is aligned if the file offset
-      // is.
+      // The extent begins on a 4 KiB boundary of the slot. So the memory address is aligned whenever the file
+      // offset is.
       map.extents_.push_back({in_file, round_up(map.slot_bytes_, kIoAlignBytes), 0});
       last = &map.extents_.back();
     }
@@ -35,8 +35,8 @@ PageMap PageMap::file(std::vector<Segment> runs) {
 
 namespace {
 
-// Returns the runs of these layers, and the number of the first of these runs in the view. Throws
-// GeometryError if there are none, or if runs of other layers lie between them.
+// Returns the runs of `layers`, and the index in view.runs() of the first of these runs. Throws GeometryError
+// if there are none, or if runs of other layers lie between these runs.
 std::pair<std::vector<Segment>, size_t> runs_of_layers(const KvView& view, LayerRange layers) {
   const std::vector<Segment>& all = view.runs();
   const auto chosen = [&](const Segment& run) { return run.layer >= layers.lo && run.layer < layers.hi; };

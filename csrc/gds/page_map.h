@@ -1,4 +1,4 @@
-// Describes where one block's bytes lie in the engine's pool, in a staging slot and in a file.
+// Describes where one block's bytes lie in the inference engine's pool, in a staging slot and in a file.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,8 +9,9 @@
 
 namespace flexkv {
 
-// A range of bytes that is contiguous in the file and in the slot, so that one I/O call moves it. The offsets
-// count from the block's place in the file and from the slot's start.
+// A range of bytes that is contiguous in the file and in the slot, so that one I/O call moves it.
+// `file_offset` is relative to the block's place in the file, and the offset in the slot is relative to the
+// slot's start.
 struct FileExtent {
   int64_t file_offset = 0;
   int64_t slot_offset = 0;
@@ -18,14 +19,14 @@ struct FileExtent {
 };
 
 // A range of bytes that is contiguous in the file and in the pool, so that one I/O call moves it without
-// staging. Its page_offset counts from the block's place in the file.
+// staging. Its page_offset is relative to the block's place in the file.
 using DirectPiece = Segment;
 
 // The value of digest_offset() for pages without digests, such as those of raw files.
 inline constexpr int64_t kNoDigestOffset = -1;
 
-// Where one rank's stripe and digests lie in a slot image, in bytes. The trailer shares no sector with a
-// stripe.
+// Where one rank's stripe and digests lie in a slot image. All members are in bytes. No sector has bytes of
+// both the trailer and a stripe.
 struct StripePlace {
   int64_t stripe_offset = 0;
   int64_t trailer_offset = 0;
@@ -42,32 +43,33 @@ struct LayerRange {
 
 class PageMap {
  public:
-  // Maps runs of a pool to a file without headers. A run's page_offset is its offset in the file, counted
-  // from the block's place. `runs` are sorted by page_offset and do not overlap in the file.
+  // Maps runs of a pool to a file without headers. A run's page_offset is its offset in the file, relative to
+  // the block's place. `runs` are sorted by page_offset and do not overlap in the file.
   static PageMap file(std::vector<Segment> runs);
-  // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and has the
-  // digests of the rank's runs. I/O moves stripe and trailer if `with_trailer`, otherwise only the stripe.
-  // Only the runs of `layers` are mapped; I/O moves the complete sectors that contain them. Throws
-  // GeometryError if stripe and trailer overlap or do not lie on 4 KiB boundaries, or if the layers' runs are
-  // not contiguous in the stripe.
+  // Maps one rank's stripe of a slot image. In the staging slot, the image's trailer follows the stripe. The
+  // trailer has the digests of the rank's runs. If `with_trailer` is set, I/O moves the stripe and the
+  // trailer, otherwise only the stripe. Only the runs of `layers` are mapped; I/O moves the complete sectors
+  // that contain them. Throws GeometryError if stripe and trailer overlap or do not lie on 4 KiB boundaries,
+  // or if the layers' runs are not contiguous in the stripe.
   static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer,
                         LayerRange layers = {});
 
-  // The uncoalesced runs. Their page_offset counts from the slot's start. Each digest covers one run.
+  // The uncoalesced runs. Their page_offset is relative to the slot's start. Each run has a digest of its
+  // own.
   const std::vector<Segment>& runs() const { return runs_; }
-  // The number that the first of runs() has among all runs of the stripe.
+  // The index of the first of runs() among all runs of the stripe.
   size_t first_run() const { return first_run_; }
-  // The coalesced runs. A copy between pool and slot loops over segments.
+  // The coalesced runs. A copy between the pool and a slot loops over these segments.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
-  // The pieces that move directly. Empty in a map that stripe() returns, whose pages pass through a slot or
-  // move as beside_slots() describes.
+  // The pieces that I/O moves directly between file and pool. Empty in a map that stripe() returns: its pages
+  // pass through a slot, or are moved as beside_slots() describes.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
   // Returns a map of the same page in which the stripe does not pass through the slot: the pieces move
-  // directly between file and pool, only the trailer passes through the slot, and the transform computes
-  // digests of the bytes in the pool. Null for pages without digests.
+  // directly between file and pool, only the trailer passes through the slot, and the device computes the
+  // digests from the bytes in the pool. Null for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
-  // Whether beside_slots() of another map returned this map.
+  // Whether this is the map that beside_slots() of another map returned.
   bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }
   // The size of a staging slot, a multiple of 4 KiB.

@@ -9,7 +9,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The size of the pages in which a GPU's memory is pinned (nvidia_p2p_get_pages).
+// Unit: bytes. A GPU's memory is pinned in pages of this size (nvidia_p2p_get_pages).
 constexpr int64_t kGpuPageBytes = int64_t{64} << 10;
 
 std::string of_bytes(int64_t bytes) { return std::to_string(bytes) + " bytes"; }
@@ -94,15 +94,16 @@ void PoolRegistrations::try_to_register(Entry& entry) {
 }
 
 std::string PoolRegistrations::register_pieces(Entry& entry) {
-  // The device must be current, because cuFile registers memory with the current context, and the thread may
-  // be the engine's.
+  // The device must be current, because cuFile registers memory with the current context, and this may be a
+  // thread of the inference engine with another device.
   return device_->while_current([&] {
     const std::vector<MemoryPiece> wanted = pool_pieces(entry.region, piece_bytes_);
     for (const MemoryPiece& piece : wanted) {
       auto* memory = reinterpret_cast<void*>(piece.base);
       const std::string error = io_.add_memory(memory, piece.bytes);
       if (!error.empty()) {
-        io_.remove_memory(memory);  // makes the I/O forget this refusal, which must not affect the staging
+        // Makes the I/O object forget this refusal, which must not affect the staging.
+        io_.remove_memory(memory);
         const std::string made = std::to_string(entry.pieces.size());
         deregister(entry.pieces);
         return "after " + made + " of " + std::to_string(wanted.size()) + " pieces: " + error;

@@ -1,6 +1,6 @@
-// Registers an engine's pool with the I/O, so that contiguous blocks move directly between disk and pool.
-// Only GPU memory needs this: cuFile directly reaches only memory that it has pinned, and bounces calls on
-// other memory.
+// Registers the inference engine's pool with the I/O object, so that contiguous blocks are moved directly
+// between disk and pool. Only GPU memory needs to be registered: cuFile directly reaches only memory that it
+// has pinned, and copies the bytes of calls on other memory through a buffer.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -15,16 +15,16 @@ namespace flexkv {
 
 enum class RegisterPool {
   kOff,
-  kAuto,  // register if calls were observed to go directly between a disk and the device
-  kOn,    // register also if the route of calls is not known
+  kAuto,  // register if calls were observed to move bytes directly between a disk and the device
+  kOn,    // register also if the route of the calls is not known
 };
 
-// Blocks in one allocation. Each block is contiguous. All sizes are in bytes.
+// A pool's blocks, in one allocation. Each block is contiguous. All sizes are in bytes.
 struct PoolRegion {
   uintptr_t base = 0;  // the first block's address
   int64_t blocks = 0;
   int64_t block_stride = 0;
-  int64_t block_bytes = 0;  // how many bytes of each block are transferred, from its start
+  int64_t block_bytes = 0;  // number of bytes of each block, from its start, that are transferred
 
   int64_t bytes() const { return blocks < 1 ? 0 : (blocks - 1) * block_stride + block_bytes; }
   bool operator==(const PoolRegion&) const = default;
@@ -36,14 +36,14 @@ struct MemoryPiece {
 };
 
 // Unit: bytes. The size of one registration. nvidia-fs runs one call at a time per registration, so with few
-// large registrations the disks would wait for each other. It also allocates up to 16 MiB of host memory for
-// each registration (nvfs-mmap.h), so many small registrations would cost more than staging does. The number
-// was chosen, not measured.
+// large registrations the disks would wait for each other. nvidia-fs also allocates up to 16 MiB of host
+// memory for each registration (nvfs-mmap.h), so many small registrations would need more memory than staging
+// does. The size is an estimate; no measurement has confirmed it.
 inline constexpr int64_t kPoolPieceBytes = int64_t{512} << 20;
 
-// Cuts a region into pieces of at most `most_bytes`. It cuts between blocks, where possible at multiples of a
-// GPU's 64 KiB pages, because two pieces that share a page would both pin it. A piece has at least one block,
-// even if that block is larger than `most_bytes`.
+// Cuts a region into pieces of at most `most_bytes`. The cuts are between blocks, where possible at multiples
+// of a GPU's 64 KiB pages, because two pieces that share a page would both pin this page. A piece has at
+// least one block, even if that block is larger than `most_bytes`.
 std::vector<MemoryPiece> pool_pieces(const PoolRegion& region, int64_t most_bytes = kPoolPieceBytes);
 
 struct PoolState {
