@@ -28,7 +28,8 @@ HUB = TierId(0)
 """The tier of host memory. Pages of every other tier are fetched into host memory and written from there."""
 
 EntryIds = NDArray[np.uint32]
-"""Numbers of entries in a tier's native block index. Each lease or op pins each of its entries once."""
+"""Numbers that identify entries of a tier's native block index, which maps keys to slots. Each lease or op pins each of
+its entries once."""
 
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
@@ -51,8 +52,8 @@ class GroupSpec:
         block_tokens: tokens per block.
         slots: number of host slots in the group's pool when all of the pool is usable.
         reach: length of the window in pages or of the chunk in tokens; 0 for rules other than WINDOW and CHUNK.
-        shares: number of an earlier group whose slots this group shares; None if it has its own. Groups that share
-            slots have equal `slots`, pages of the same size and one eviction order.
+        shares: index of an earlier group whose slots this group shares; None if it has its own. Groups that share slots
+            have equal `slots`, pages of the same size and one eviction order.
     """
 
     block_tokens: int
@@ -402,7 +403,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def leased_pages(self, request_id: str) -> int:
-        """Number of pages that the request's lookup lease holds."""
+        """Number of pages in the request's lookup lease."""
 
     @abstractmethod
     def still_waits(self, request_id: str) -> bool:

@@ -21,7 +21,7 @@ SAME_PACE_S = 5.0
 
 
 class DiskMoves:
-    """Runs the disk lane of a world, and hands the results of the lane's ops to the manager."""
+    """Runs a world's disk lane (see `disk_lane.py`), and hands the results of the lane's ops to the manager."""
 
     def __init__(self, world: World) -> None:
         self.world = world

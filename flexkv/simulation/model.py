@@ -67,7 +67,7 @@ class Model:
     # --- lookups ------------------------------------------------------------------------------------------------------
 
     def needed(self, group: int, start: int, steps: int) -> range:
-        """Returns the numbers of the group's pages that are needed for a hit. The hit has `steps` steps, after the
+        """Returns which of the group's pages a hit needs, by index in the request. The hit has `steps` steps, after the
         first `start` steps of the request."""
         spec = self.specs[group]
         had, end = (step * self.step_tokens // spec.block_tokens for step in (start, start + steps))

@@ -13,9 +13,9 @@ class ModelOp:
     """An op in flight. Lists have one item per page; sets of pages have positions in these lists.
 
     Attributes:
-        request_id: the request's id; empty for an op of a tier's own lane.
+        request_id: the request's id; empty for an op that no rank runs.
         slots: host slots of the pages; NO_SLOT for a page without a host slot.
-        numbers: index of each page in its request; empty for an op of a tier's own lane.
+        numbers: index of each page in its request; empty for an op that no rank runs.
         epoch: the manager's epoch when the op was planned.
         waits_for: ids of the request's loads that were in flight when a store was planned.
         revoked: pages of a store that must not be published, because they were computed from a failed load.

@@ -48,8 +48,8 @@ class Simulation:
             self.disks.take_orders()
 
     def _actions(self) -> list[tuple[Action, float]]:
-        """Returns every action and its weight. The report names an action after its method, with a prefix for actions
-        of disks, symbolic tiers and the remote store."""
+        """Returns every action and its weight. The report names an action after its method, with the prefix `disk_`,
+        `tier_` or `store_` if `DiskMoves`, `TierMoves` or `StoreMoves` defines the method."""
         return [
             (self.requests.arrive, 8),
             (self.requests.advance_request, 30),

@@ -139,7 +139,7 @@ class Hub:
         self._counts = counts
         self._reactions = reactions
         self._reserve = [0] * len(specs)
-        """Number of slots to keep free, by the number of the group that owns them."""
+        """Number of slots to keep free, by the index of the group that owns them."""
         self.listeners: list[CacheListener] = []
         self.board: SlotBoard | None = None
 
@@ -159,9 +159,9 @@ class Hub:
             spare: see `CacheManager.begin_store`.
 
         Returns:
-            The positions in `keys` of the keys that got a slot, ascending; their entries, pending and pinned once;
-            their slots; the number of keys that had a slot already; and the number of dropped keys. When a key gets no
-            slot, it and all later keys without a slot are dropped.
+            The positions in `keys` of the keys that got a slot, ascending; their entries, pending (not visible yet) and
+            pinned once; their slots; the number of keys that had a slot already; and the number of dropped keys. When a
+            key gets no slot, it and all later keys without a slot are dropped.
         """
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, spare=spare
@@ -238,7 +238,7 @@ class Hub:
         return self.index.count_ready(group, keys, entries) == len(entries)
 
     def finish(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Ends the pending state and one pin of entries whose op has ended. Makes the entries that `good` marks
+        """Ends one pin of entries that an op was filling, because the op has ended. Makes the entries that `good` marks
         visible, unless they were removed meanwhile, and removes all other entries.
 
         Returns:
@@ -254,7 +254,7 @@ class Hub:
         return published
 
     def _note(self, group: int, entries: EntryIds) -> None:
-        """Writes to the board the number of tokens and the expiry time of pages that are about to become visible."""
+        """Records on the board the number of tokens and the expiry time of pages that are about to become visible."""
         assert self.board is not None
         slots = self.index.slots_of(entries)
         tokens = self.tokens[group][slots].astype(np.uint32)

@@ -67,8 +67,8 @@ class GroupLease:
         slots: host slots of the pages in `entries`, int32 [pages].
         first_block: index in the request of the share's first block.
         blocks: number of whole blocks; with a tail, `pages` is one more.
-        fetches: number of the op that fetches each page, 0 for a page that is in host memory, int64 [pages]; None if
-            all pages are in host memory.
+        fetches: op number of the fetch that brings each page, 0 for a page that is in host memory, int64 [pages]; None
+            if all pages are in host memory.
         straight: the last blocks, if they are loaded straight from another tier; None if there are none. A share with
             such blocks has no tail.
     """

@@ -1,5 +1,5 @@
-"""Ops that were planned and have not ended yet. The ranks run loads and stores. All other ops are run by their tier's
-plane (`Tier.plane`)."""
+"""Ops that were planned and have not ended yet. The ranks run loads and stores. All other ops are run by the plane of
+their tier, the code that moves its pages (`Tier.plane`)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class FetchOp(AwaitedOp):
     """Moves pages of a tier to host slots.
 
     Attributes:
-        host: the pages' entries in the index of host memory, pending, each pinned once by the op.
+        host: the pages' entries in the index of host memory, not visible yet, each pinned once by the op.
         prefetched: whether the fetch was begun before a lookup asked for its pages.
     """
 

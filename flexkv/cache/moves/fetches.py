@@ -129,9 +129,10 @@ class FetchPlan:
 class Promotions:
     """Plans fetches and records their results.
 
-    While a fetch is in flight, its entries in the index of host memory are pending and pinned, so that no other page
-    gets their slots. Its entries in the tier's index are pinned, so that the tier's slots are not rewritten. Verified
-    pages become visible in host memory. If a page fails with one of SUSPECT_CAUSES, its tier forgets the page.
+    While a fetch is in flight, its entries in the index of host memory are pending (not visible yet) and pinned, so
+    that no other page gets their slots. Its entries in the tier's index are pinned, so that the tier's slots are not
+    rewritten. Verified pages become visible in host memory. If a page fails with one of SUSPECT_CAUSES, its tier
+    forgets the page.
 
     Attributes:
         walk: finds and leases pages that do not form a prefix.
@@ -184,7 +185,7 @@ class Promotions:
         """Returns, by tier, how many pages are still being fetched from it.
 
         Args:
-            fetches: per page, the number of the op that fetches it; 0 for a page that is in host memory.
+            fetches: per page, the op number of the fetch that brings it; 0 for a page that is in host memory.
         """
         pages: dict[TierId, int] = {}
         numbers, counts = np.unique(fetches, return_counts=True)

@@ -44,8 +44,8 @@ class StoreOnce:
     in the index of peers' pages. A poll without work makes only a few comparisons.
 
     Args:
-        number: number of the tier of the peers' pages.
-        keeper: the keeper of the tier of the peers' pages, which also has a follower.
+        number: number of the tier that has the peers' pages.
+        keeper: the `Keeper` of that tier. The tier also has a `Follower`.
         offer: called with the group and keys of pages that became the unit's own, to write them to the tiers behind
             host memory.
     """

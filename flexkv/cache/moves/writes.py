@@ -27,8 +27,8 @@ class WriteQueue:
     """The queue of pages to write to one tier: plans their writes and records the results.
 
     While a write is in flight, its entries in the index of host memory are pinned, so that the slots keep their bytes.
-    Its entries in the tier's index are pending and pinned, so that the tier's slots are not read or given to other
-    pages.
+    Its entries in the tier's index are pending (not visible yet) and pinned, so that the tier's slots are not read or
+    given to other pages.
 
     Args:
         tier_id: number of the tier, which has a sink.

@@ -1,1 +1,1 @@
-"""Promises to requests: lookups, waits for pages and for free slots, and failed loads that limit later promises."""
+"""How requests get promises: lookups, waits for pages and free slots, and failed loads that limit later promises."""

@@ -57,7 +57,7 @@ class Looked:
         awaited: pages for which there are not enough free slots. If not empty, the request waits in the queue for slots
             (`RoomLine`), and its lease must end.
         left_out: the reason why pages after the lease are left to the engine although tiers have them, if the reason
-            holds for this lookup only; else None. Reasons that hold for later lookups too are in `Wait.skipped`.
+            applies to this lookup only; else None. Reasons that apply to later lookups too are in `Wait.skipped`.
     """
 
     lease: Lease

@@ -204,7 +204,7 @@ class HeldBlocks:
     """Blocks of an ended request that wait to be stored.
 
     Attributes:
-        block_ids: the engine's numbers of the blocks.
+        block_ids: the numbers by which the engine identifies the blocks.
         lost: those of `block_ids` that the engine has reused, or dropped in a reset, since the request ended.
         was_reset: whether the engine has reset its pool since the request ended.
     """
@@ -317,7 +317,7 @@ class StoreWatch:
         return block_hash
 
     def close(self) -> None:
-        """Ends the watch, even if stores are in flight."""
+        """Stops watching all blocks, even if stores are in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Holds: blocks of ended requests that could not be stored yet. They are watched in the engine's free queue, for at
-most `store.hold_s` seconds, until slots and queue entries are free for them or the engine reuses them.
+"""Keeps *holds*: blocks of ended requests that could not be stored yet. The blocks are watched in the engine's free
+queue, for at most `store.hold_s` seconds, until slots and queue entries are free for them or the engine reuses them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Holds:
         )
 
     def drop_lost(self, hold: Hold) -> bool:
-        """Drops the blocks that the engine has reused, and all blocks after these, which no hit could reach. Returns
-        whether the engine has reused any block of the hold."""
+        """Drops the blocks that the engine has reused, and all blocks after these, because a hit cannot include a block
+        without the blocks before it. Returns whether the engine has reused any block of the hold."""
         has_lost = False
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:

@@ -18,7 +18,7 @@ class StorePlanner:
     This class itself plans no stores: it is for engines that only read the cache.
 
     Attributes:
-        holds: ended requests with pending pages; None if the planner holds none.
+        holds: ended requests with pending pages (see `holds.py`); None if the planner does not keep them.
     """
 
     holds: Holds | None = None

@@ -243,7 +243,7 @@ class Prober(ABC):
         `presence` are then misses.
 
         Args:
-            op_id: number of the question.
+            op_id: op number of the question.
             asked: per group, keys in the order of the request. For a FULL group, the answer may end at the first page
                 that the tier lacks.
             tokens: number of valid tokens of each page, the same in every group; None for whole blocks.
@@ -251,8 +251,8 @@ class Prober(ABC):
 
     @abstractmethod
     def answers(self) -> list[OpId]:
-        """Adds to `presence` the pages in the answers that have arrived. Returns the numbers of the questions that have
-        ended since the last call.
+        """Adds to `presence` the pages in the answers that have arrived. Returns the op numbers of the questions that
+        have ended since the last call.
         """
 
 

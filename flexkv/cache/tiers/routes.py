@@ -144,14 +144,14 @@ class StoreRoute(ABC):
 
     @abstractmethod
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Ends a store that every rank has reported: makes its good pages visible, or plans their seal, and removes all
-        other pages.
+        """Ends a store that every rank has reported: makes its good pages visible, or plans their seal (the op that
+        makes them visible later), and removes all other pages.
 
         Returns:
             Which pages are visible, or will be visible when they have been sealed, bool [pages].
         """
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """Ends a seal that `end_store` planned and that the tier's plane has reported: makes its good pages visible.
+        """Ends a seal that `end_store` planned and that the tier's plane has carried out: makes its good pages visible.
         Never called on a route that plans no seals."""
         raise ContractError(f"op {op.op_id}: this route plans no seals")

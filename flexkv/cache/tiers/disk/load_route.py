@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 REST_S = 60.0
 """Seconds for which this route is not used after pages failed because of a rank's lane or a disk. Meanwhile a hang may
-end, and reads by the manager's own lane show whether the disk is bad. Each further failure would cost a request its
+end, and the manager's own reads from the disk show whether it is bad. Each further failure would cost a request its
 hit."""
 
 
@@ -146,7 +146,7 @@ class GdsLoads(StraightLoads):
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
         # Suspect and withheld pages count as failed reads, but only suspect ones are removed. A withheld page, which
-        # the disk did not deliver, stays: if the disk is bad, reads by the manager's own lane will find out.
+        # the disk did not deliver, stays: if the disk is bad, the manager's own reads find that out.
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))

@@ -60,8 +60,8 @@ class DiskPages(StoredTier, Sink):
     # --- the board for other units ---
 
     def show(self) -> SlotBoard:
-        """Makes and returns a board that shows the pages on the disks to peers. It is kept up to date from now on.
-        Precondition: all groups share the slots."""
+        """Makes and returns a board, the memory in which peers see which pages are on the disks. It is kept up to date
+        from now on. Precondition: all groups share the slots."""
         places = np.arange(len(self._tags[0]), dtype=np.int32)
         self._board = SlotBoard(len(places))
         self._note(0, places)

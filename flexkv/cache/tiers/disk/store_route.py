@@ -3,8 +3,8 @@
 Each rank writes its stripe of each page and reports the digests of the page's runs. Then the disk lane writes the
 trailers (the seal), and the pages become visible. A page that is not sealed is never visible.
 
-Contract with the tier: entries are pending and pinned from the plan of the store to the end of the seal, so that their
-slots are neither read nor rewritten.
+Contract with the tier: entries are pending (not visible yet) and pinned from the plan of the store to the end of the
+seal, so that their slots are neither read nor rewritten.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ class PeerKeeper(Keeper):
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
         """Returns which of the keys this unit should copy in the current turn, bool [keys]."""
         number, units = self._share.turn
-        # The turns are short enough that every unit has its turn before the ended peer's memory is released.
+        # `TURN_S` is shortened if necessary, so that every unit has its turn before the ended peer's memory is
+        # released.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))
         shares = first_words(keys) % np.uint64(units)
         mine: NDArray[np.bool_] = shares == (number + turn) % units
