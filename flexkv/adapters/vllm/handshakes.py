@@ -60,8 +60,8 @@ class Handshakes:
         another engine's rank. Counts such reports, and logs the first one."""
         reason = self._foreign_pool({report.rank: report.handshake} if report.handshake else {})
         if not reason and report.unit != NO_UNIT:
-            # The other unit's ops may have the same numbers as this unit's ops, so its results must not be mistaken for
-            # ours.
+            # The other unit's ops may have the same numbers as this unit's ops, so the other unit's results must not be
+            # mistaken for results of this unit.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
             reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
         if reason:

@@ -60,10 +60,11 @@ MODELS_OF_PARTS = ("text_model_id", "audio_model_id")
 particular revision."""
 
 TUNING = "attn_temperature_tuning"
-"""Entry of a Llama 4's configuration: whether queries are scaled by their position."""
+"""Entry of a Llama 4 model's configuration: whether queries are scaled by their position."""
 
 TUNED_ABOVE_TOKENS = 32768
-"""vLLM scales a Llama 4's queries if requests may be longer than this, unless the generation config has `TUNING`."""
+"""vLLM scales a Llama 4 model's queries if requests may have more tokens than this, unless the generation config has
+`TUNING`."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
@@ -249,8 +250,8 @@ def _architecture(model: ModelConfig) -> Any:
 
 
 def _tuning(model: ModelConfig) -> dict[str, bool]:
-    """Returns whether vLLM scales a Llama 4's queries by their position, which changes the KV of later layers; empty
-    for other models."""
+    """Returns whether vLLM scales a Llama 4 model's queries by their position, which changes the KV of later layers;
+    empty for other models."""
     if TUNING not in model.hf_text_config.to_dict():
         return {}
     said = model.try_get_generation_config() | model.override_generation_config

@@ -1,4 +1,5 @@
-"""Looks requests up, promises the engine the tokens that can be loaded, and plans and tracks their loads."""
+"""Looks requests up, promises the engine the tokens that can be loaded, and plans and tracks the loads of these
+tokens."""
 
 from __future__ import annotations
 
@@ -179,8 +180,8 @@ class Loads:
     # --- loads ---
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """Plans the load of `external_tokens` tokens, those of the promised tokens that the engine takes, into the
-        `blocks` that it has allocated for the request.
+        """Plans the load of those `external_tokens` promised tokens that the engine takes, into the `blocks` that it
+        has allocated for the request.
 
         Returns:
             The load for the workers; None if there is nothing to load.
@@ -213,9 +214,9 @@ class Loads:
         if graph is None:
             return None
         tracker.supplied = self._supplied(promise.match, external_tokens)
-        # A tail's page is copied as a complete block. vLLM writes the tokens behind the tail into that block before it
-        # waits for the layer, so a load by layer might overwrite them. Therefore such a load must be complete before
-        # the forward pass starts.
+        # A tail's page is copied as a complete block. vLLM writes the tokens that follow the tail into that block
+        # before it waits for the layer, so a load by layer might overwrite them. Therefore such a load must be complete
+        # before the forward pass starts.
         if self._by_layer and not self._takes_tail(promise.match, external_tokens):
             graph = graph.layerwise()
         job = LoadJob(tracker.request_id, graph, self._sync)

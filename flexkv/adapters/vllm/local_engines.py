@@ -1,9 +1,9 @@
 """Keeps track of the engines in this process and of their flexkv connectors. Refuses an engine or connector that would
 disturb another one.
 
-vLLM runs scheduler and worker in one process if there is one rank, and always without multiprocessing. Then the host
-pool can be private memory, and the scheduler's side can take the results of copies from the worker's side without an
-engine step.
+vLLM runs scheduler and worker in one process if there is one rank on a GPU, or one rank on a CPU with
+`VLLM_ENABLE_V1_MULTIPROCESSING=0`. Then the host pool can be private memory, and the scheduler's side can take the
+results of copies from the worker's side without an engine step.
 
 The two sides of an engine cannot find each other by name, because a user may give two engines the same `engine_id`.
 They find each other by the id of the pool in the handshake, or by a configuration object that both sides were made

@@ -38,14 +38,14 @@ class ConnectorMetadata(KVConnectorMetadata):
         step: number of this step if it has a forward pass, otherwise that of the last step that had one.
         grant: the record with which a worker maps the host pool; sent until every rank has reported that it has mapped
             the pool, then None.
-        early: stores to submit before this step's forward pass, of blocks that were complete before this step.
-        reused: for each store that still reads blocks which the engine has reused, the positions of these blocks in the
-            op. The forward pass waits a limited time for the copies of these blocks. The pages that are not copied by
-            then count as failed.
+        early: store ops to submit before this step's forward pass, for blocks that were complete before this step.
+        reused: for each store op that still reads blocks which the engine has reused, the positions of these blocks in
+            the op. The forward pass waits a limited time for the copies of these blocks. The pages that are not copied
+            by then count as failed.
         loads: loads to submit before the forward pass.
-        stores: stores to submit after the forward pass, of blocks that it completes.
-        settled: stores of blocks that earlier forward passes completed and that this one only reads; submitted together
-            with `stores`.
+        stores: store ops to submit after the forward pass, for blocks that the forward pass completes.
+        settled: store ops for blocks that earlier forward passes completed and that this one only reads; submitted
+            together with `stores`.
         spares_loads: whether this step's forward pass touches no block that an async load in `loads` fills.
         cancel: ops of loads for which no request waits any more. Copies that have not begun are dropped.
         void: ops whose bytes must not be used, however the ops end.
@@ -81,7 +81,7 @@ class StepReport(RankReport):
         handshake: the rank's facts; sent until the rank has a host pool, then None. vLLM itself collects handshakes at
             the start, but a MultiConnector passes on the handshakes of only one of its connectors.
         blend_arrived: blended requests whose segments have arrived; see `BlendPages.take_arrived`.
-        blend_stored: segments whose store has ended; see `BlendPages.take_stored`.
+        blend_stored: segments whose store operation has ended; see `BlendPages.take_stored`.
         blend_disk: whether the rank is reading segments from disk or writing them; None if that has not changed since
             the last report.
     """

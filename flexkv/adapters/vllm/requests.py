@@ -146,7 +146,8 @@ class RequestTracker(StoreRequest):
         """Resets the tracker after the engine has taken all the request's blocks. The request will start again with
         different blocks."""
         for table in self.tables:
-            # The list is replaced, not cleared, because stores in flight may still need the old list (`Retired`).
+            # The list is replaced, not cleared, because store operations in flight may still need the old list
+            # (`Retired`).
             table.ids = []
             table.cursor = 0
             table.has_pending = False

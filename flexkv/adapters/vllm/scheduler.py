@@ -232,9 +232,9 @@ class SchedulerSide:
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
-        """Orders stores of the free blocks that the engine may hand to a load of `tokens` tokens. Returns whether the
-        load has to wait for them. A load waits once, for one step: the copies then run during that step's forward pass
-        and not between two forward passes.
+        """Orders the workers to store the free blocks that the engine may hand to a load of `tokens` tokens. Returns
+        whether the load has to wait until they are stored. A load waits only once, for one step. Then the copies run
+        during that step's forward pass, and not between two forward passes.
         """
         graph = self._stores.plan_before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
         if graph is None:
@@ -244,8 +244,8 @@ class SchedulerSide:
         return waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """Orders the load of `external_tokens` tokens: those of the promised tokens that the engine takes. The engine
-        calls this after it has allocated the request's blocks."""
+        """Orders the load of those `external_tokens` promised tokens that the engine takes. The engine calls this after
+        it has allocated the request's blocks."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         tracker = self._tracker(request)
@@ -261,8 +261,8 @@ class SchedulerSide:
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     def _tracker(self, request: Request) -> RequestTracker:
-        """Returns the request's tracker. If an earlier request with the same id still holds blocks for stores, ends
-        that earlier request's hold, because the manager identifies requests by their ids.
+        """Returns the request's tracker. If blocks of an earlier request with the same id still wait to be stored,
+        gives up storing them, because the manager identifies requests by their ids.
         """
         if self._stores.holds:
             self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
@@ -355,8 +355,8 @@ class SchedulerSide:
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        """Submits at once the early stores, which otherwise wait for the next step. This is safe because the forward
-        pass that wrote their blocks has returned, and necessary because there may be no further step.
+        """Submits at once the early store operations, which otherwise wait for the next step. This is safe because the
+        forward pass that wrote their blocks has returned, and necessary because there may be no further step.
         """
         early, self.orders.early = self.orders.early, []
         for worker in self.workers:
@@ -402,7 +402,7 @@ class SchedulerSide:
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
             # Some model runners write to new blocks before they call the connector, when they copy, clear or move
-            # states. The copies may then have read new bytes, so they are void.
+            # states. The copies may then have read new bytes, so the copied bytes must not be used.
             self.orders.void += reused
 
     # --- state ---
@@ -438,9 +438,10 @@ class SchedulerSide:
         before it sleeps.
 
         Returns:
-            False if a load is in flight. The load is then reported as failed, because its request would continue with
-            KV of the old weights, and the engine should reset again when its own blocks are free. Also False if the
-            engine may sleep after a reset and a copy could not be ended; vLLM then does not sleep. Otherwise True.
+            False if a load is in flight. The load is then reported as failed, because otherwise its request would
+            continue with KV of the old weights. The engine should reset again when its own blocks are free. Also False
+            if the engine may sleep after a reset and a copy could not be ended; vLLM then does not sleep. Otherwise
+            True.
         """
         self.forget()
         if self._spec.role.ends_copies and not self._end_copies():
@@ -481,7 +482,8 @@ class SchedulerSide:
             self.counters.add("flexkv_resets_total")
 
     def _end_copies(self) -> bool:
-        """Ends all copies, and drops stores that were not submitted yet. Returns whether no copy is in flight."""
+        """Ends all copies, and drops store operations that were not submitted yet. Returns whether no copy is in
+        flight."""
         if not self.workers:
             pending = self.unit.manager.inflight_ops()
             if pending:
@@ -515,7 +517,7 @@ class SchedulerSide:
             return
         for worker in self.workers:
             worker.close_lanes()
-        # `collect_early` publishes the stores that these workers have finished, so that `unit.close` writes their pages
+        # `collect_early` publishes the pages that these workers have finished storing, so that `unit.close` writes them
         # to other tiers.
         self._completions.collect_early()
         self._watch.close()

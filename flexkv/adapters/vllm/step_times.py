@@ -20,7 +20,7 @@ MIN_CHUNK_TOKENS = 16
 """A request with fewer tokens in a step counts as decoding, even if some of them are drafts."""
 
 MAX_STEPS = 64
-"""Most steps in flight that are remembered. An engine has two or three."""
+"""Largest number of steps in flight that are remembered. An engine has two or three."""
 
 
 class StepTimes:

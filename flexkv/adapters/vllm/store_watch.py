@@ -1,5 +1,5 @@
-"""Watches engine blocks that stores still have to read although no request holds them, and detects when the engine
-reuses them.
+"""Watches engine blocks that store operations still have to read although no request holds them, and detects when the
+engine reuses them.
 
 The engine does not reuse a block that a request holds, so the blocks of live requests need no limit. A request that
 ends may leave blocks whose copy is in flight, and blocks for whose copy there was no slot yet. These blocks keep their
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class BlockWatch(StoreWatch):
-    """Watches the engine blocks with a store in flight, and the blocks of ended requests that wait for a store.
+    """Watches the engine blocks that are being stored, and the blocks of ended requests that wait to be stored.
 
     The engine's pool has one watcher per block. If a block already has a watcher (another connector's, or vLLM's own),
     flexkv's watcher calls it, and `close` restores it. If another watcher replaces flexkv's later, the block counts as
     reused.
 
     Args:
-        share: the largest share of the pool's blocks that may have a store in flight while no request holds them. It
-            is limited because a step that gets such a block has to wait for the copy. Stores that are in flight when
-            their request ends count, too, and may exceed the limit.
+        share: the largest share of the pool's blocks that may be in the process of being stored while no request holds
+            them. The share is limited because a step that gets such a block has to wait for the copy. Blocks that are
+            being stored when their request ends count, too, and may exceed the limit.
         block_tokens: number of tokens per block of the first group.
     """
 
@@ -52,10 +52,10 @@ class BlockWatch(StoreWatch):
         self._ops_of_holder: dict[str, set[OpId]] = {}
         self._holder_of_op: dict[OpId, str] = {}
         self._unheld = 0
-        """Number of blocks with a store in flight that no request holds."""
+        """Number of blocks that are being stored and that no request holds."""
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
         self._watched: dict[OpId, list[int]] = {}
-        """By op, the blocks with a store in flight that have flexkv's watcher and that no request holds. Blocks that a
+        """By op, the blocks that are being stored, have flexkv's watcher, and are held by no request. Blocks that a
         request holds are left out, so that `take_reused` does not have to check them, however many there are."""
         self._reused: dict[OpId, set[int]] = {}
         self._checked: tuple[int, int] | None = None
@@ -83,8 +83,8 @@ class BlockWatch(StoreWatch):
         self._unheld += len(blocks)
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Adds an op that stores blocks of a hold. The blocks must be `still_held`. Does not move the blocks within the
-        engine's free queue."""
+        """Adds an op that stores blocks of an ended request (`HeldBlocks`). The blocks must be `still_held`. Does not
+        move the blocks within the engine's free queue."""
         self._enter(op_id, blocks)
         self._count_unheld(op_id)
 

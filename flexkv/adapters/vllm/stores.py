@@ -1,4 +1,5 @@
-"""Makes the planner of an engine's stores, and reads each step's blocks from vLLM's schedule for the planner."""
+"""Makes the planner of an engine's store operations, and reads each step's blocks from vLLM's schedule for the
+planner."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 def make_planner(
     unit: EngineUnit, spec: EngineSpec, watch: StoreWatch, counters: Counters, events: EventLog | None
 ) -> StorePlanner:
-    """Makes the planner of an engine's stores. The engine's role and `store.mode` decide which class of planner is
-    made."""
+    """Makes the planner of an engine's store operations. The engine's role and `store.mode` decide which class of
+    planner is made."""
     if not spec.role.stores:
         return StorePlanner()
     geometry = spec.geometry

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
-"""Most seconds that the worker's thread waits for copies out of blocks that the next forward pass writes. In plain
-memory, the thread waits until the copies have ended. On a GPU, it waits only until they are enqueued, for which no
-forward pass has to end. If the time runs out, the pages count as failed. A lost page costs a recompute later, but a
-waiting thread delays every running request now."""
+"""Largest number of seconds that the worker's thread waits for copies out of blocks that the next forward pass writes.
+In plain memory, the thread waits until the copies have ended. On a GPU, it waits only until they are enqueued, which
+does not require any forward pass to end. If the time runs out, the pages count as failed. A lost page costs a recompute
+later, but a waiting thread delays every running request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
@@ -53,7 +53,7 @@ class WorkerSide(RankWorker):
     Attributes:
         kv_config: the engine's KV cache configuration; None before the engine has registered its tensors.
         is_hybrid: whether the engine's pool is hybrid; see `PoolGeometry.is_hybrid`.
-        layer_stores: the layerwise stores of the current step; `busy` while there are any.
+        layer_stores: the layerwise store operations of the current step. Its `busy` is True while there are any.
         settled_step: number of the last step whose outcome, with all its failures, was reported to a scheduler in this
             process; 0 if the scheduler runs in another process.
         reports: the reports to the unit that ordered the current step; the engine's hooks send them.
@@ -115,7 +115,7 @@ class WorkerSide(RankWorker):
         """Ends every op, because the engine may sleep next without a call to its workers. Later ops are accepted.
 
         Args:
-            early: stores that were not submitted yet. They are refused.
+            early: store operations that were not submitted yet. They are refused.
 
         Raises:
             ClosedError: a copy has not ended and cannot be cancelled, so the engine must not sleep.
@@ -125,7 +125,7 @@ class WorkerSide(RankWorker):
             self._ops.release(RESET)
             self.end_registrations()
         finally:
-            # The early stores are refused even if a copy hangs, because nothing else would end them.
+            # The early store operations are refused even if a copy hangs, because nothing else would end them.
             self._ops.released = RESET
             for graph in early:
                 self._ops.submit_store(graph)
@@ -152,9 +152,9 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Submits early stores, ends void and cancelled ops, and makes the step's forward pass wait for copies out of
-        blocks that the pass may write. Then submits the step's layerwise stores, whose layers are copied as the forward
-        pass writes them. If the orders contain a grant, maps the host pool first.
+        """Submits early store operations, ends void and cancelled ops, and makes the step's forward pass wait for
+        copies out of blocks that the pass may write. Then submits the step's layerwise store operations, whose layers
+        are copied as the forward pass writes them. If the orders contain a grant, maps the host pool first.
 
         Call order:
             After all earlier forward passes were enqueued on the engine's stream, and before any work of this step is.
@@ -167,9 +167,10 @@ class WorkerSide(RankWorker):
             self.layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
-            # Stores of reused blocks run before other stores, because the forward pass waits for them.
+            # Operations that store reused blocks run before other store operations, because the forward pass waits for
+            # them.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # Void ops are ended after the early stores are submitted, because some of these stores may be void.
+        # Void ops are ended after the early store operations are submitted, because some of these may be void.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
@@ -213,7 +214,7 @@ class WorkerSide(RankWorker):
             self.layer_stores.written(number)
 
     def after_forward(self, orders: ConnectorMetadata) -> None:
-        """Records a point on the engine's stream, after which the step's stores may copy.
+        """Records a point on the engine's stream, after which the step's store operations may start to copy.
 
         Call order:
             After all work of this step that writes KV was enqueued on the engine's stream, and before any later work
@@ -223,8 +224,8 @@ class WorkerSide(RankWorker):
             self._after = self._ops.point()
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that this step's forward pass or earlier ones have filled. Before that, waits
-        for the step's layerwise loads and stores.
+        """Submits the operations that store the blocks which this step's forward pass or earlier ones have filled.
+        Before that, waits for the step's layerwise load and store operations.
         """
         if not self._begin_step(orders):
             return
