@@ -13,9 +13,9 @@ class Block:
     """A block that the index holds.
 
     Attributes:
-        order: number of the block's last use in the order of all uses; 0 if it was never used.
-        used_at: number of all uses (first stores and hits) before the block's last use.
-        put_back: for a spare block, number of its last lease's end in the order of all uses; 0 for all other blocks.
+        order: position of the block's last use in the order of all uses; 0 if the block was never used.
+        used_at: how many uses (first stores and hits of any block) there were up to this block's last use.
+        put_back: for a spare block, the position in the order of all uses at which its last lease ended.
     """
 
     pins: int

@@ -229,7 +229,8 @@ class World:
                     number = page + start // rule.block
                     seen.add(number)
                     if rule.kind == "full":
-                        # A run of a full group stays in one tier, even if an earlier tier has some of the run's pages.
+                        # In a full group, all pages of a run come from one tier, even if an earlier tier also has some
+                        # of these pages.
                         lies = self.state[tier][group][number]
                         assert mask >> tier & 1
                         assert lies == ("ready", "coming")[state]

@@ -1,4 +1,6 @@
-"""The next process finds the order of use and the chains of blocks on disk. The folders are real, but no page moves."""
+"""The next process finds on disk in which order blocks were used, and which chains they form. The folders are real, but
+no page moves.
+"""
 
 from __future__ import annotations
 

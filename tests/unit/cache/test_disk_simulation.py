@@ -1,4 +1,4 @@
-"""Compares the real manager with a disk tier with the model after each step. Broken managers must be caught."""
+"""After each step, a manager with a disk tier is compared with the model. Broken managers must be caught."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ def test_of_groups_with_other_rules_each_tier_has_the_share_of_its_pages(on_disk
 
 
 def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
-    """If a part of a window is only on disk, the request waits for the longer hit. Meanwhile the manager promises the
-    shorter hit that host memory alone allows.
+    """If a hit needs a window of which a part is only on disk, the request waits for this hit. Meanwhile the manager
+    promises the shorter hit that host memory alone allows.
     """
     world, keys = hybrid(on_disk=True)
     for group, first in ((0, slice(0, 4)), (1, slice(0, 2))):

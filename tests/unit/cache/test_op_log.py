@@ -22,7 +22,7 @@ Lines = Callable[[int], list[str]]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """Returns a function for the log lines of the op log with at least a given level."""
+    """Returns a function that returns the lines of the op log that have at least a given level."""
     return lambda level: [
         record.message
         for record in caplog.records

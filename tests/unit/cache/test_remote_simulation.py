@@ -1,5 +1,5 @@
-"""Compares the real manager and the real remote tier with the model, with a store whose values may be wrong. Broken
-tiers must be caught.
+"""Runs simulations in which the values of the remote store may be wrong. Compares the real manager and the real remote
+tier with the model. Broken tiers must be caught.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Large pools keep some slots free (the reserve). Some blocks may not be evicted for the reserve."""
+"""Large pools keep some slots free (the reserve). Some blocks must not be evicted to fill the reserve."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Shows which blocks the planner of stores offers, and when. The tests use a minimal engine, without any real engine's
-classes.
+"""Shows which blocks the planner of stores offers to the cache manager, and when. The tests use a minimal engine,
+without any real engine's classes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares the real manager with a symbolic tier, alone or behind disks, with the model. Broken tiers must be
-caught.
+"""Runs a real manager that has a symbolic tier, alone or behind disks, and compares it with the model. Broken tiers
+must be caught.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def test_tiers_in_turn_are_asked_in_windows_until_their_runs_are_longer() -> Non
     host, disk = index_of(slots=2000), index_of(slots=2000)
     for i in range(2000):
         odd = i % 2 == 1
-        # Before block `turns`, host memory and the disk have every other block in turn. From `turns` on the disk has
-        # every block. From `turns` + 512 on host memory has none.
+        # Before block `turns`, host memory has the odd blocks and the disk has the even ones. From `turns` on, the disk
+        # has every block. From `turns` + 512 on, host memory has none.
         if odd and i < turns + 512:
             host.finish(host.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
         if not odd or i >= turns:

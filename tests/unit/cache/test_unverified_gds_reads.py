@@ -39,7 +39,9 @@ def keys() -> Keys:
 
 @pytest.fixture
 def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Returns a world with `keys` on disk, and their GDS load to engine blocks 0 to 3, which is in flight."""
+    """Returns a world with `keys` on disk, and the op of a GDS load that copies these pages to engine blocks 0 to 3.
+    The load is in flight.
+    """
     world = stored_on_disk(keys)
     assert world.look(keys).blocks == BLOCKS
     return world, world.load(BLOCKS)
@@ -164,7 +166,7 @@ def test_what_the_offer_has_in_host_memory_is_not_evicted_for_the_rest(
 
 @pytest.fixture
 def reading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Returns a world with `keys` on disk, and their read to host memory, which is in flight."""
+    """Returns a world with `keys` on disk, and the op that reads these pages to host memory. The read is in flight."""
     world = stored_on_disk(keys)
     world.tier.straight.stop("a rank cannot")  # type: ignore[union-attr]
     world.look(keys)

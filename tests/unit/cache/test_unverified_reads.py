@@ -42,7 +42,7 @@ def end_store(world: DiskWorld, plan: StorePlan, keys: Keys, status: OpStatus = 
 
 @pytest.fixture
 def coming() -> Coming:
-    """Returns a world with four blocks on disk, whose read a lookup has begun."""
+    """Returns a world with four blocks on disk. A lookup has begun to read them."""
     keys = chain(4)
     world = written(keys)
     world.look(keys)

@@ -13,7 +13,7 @@ from tests.unit.cache.tier_model import Answer, Ask, Page, TierModel
 
 NOW = 1000
 SEGMENTS = ((1, 1), (1, 3), (2, 40), (60, 70), (5000, 5000))
-"""Pairs of a shortest and a longest length, in blocks. A tier has and lacks parts of a chain in turn, and the length of
+"""Pairs of a shortest and a longest length, in blocks. A tier alternately has and lacks parts of a chain. The length of
 each part lies between the two lengths of a pair.
 """
 

@@ -95,8 +95,8 @@ def test_another_page_is_refused_at_its_first_range(world: SlabWorld, change: di
 
 
 def test_ranges_read_the_trailer_each_and_little_else_twice(tmp_path: Path) -> None:
-    """A layerwise read reads the trailer again for each range, and no other byte twice if the ranges begin and end at
-    sectors, as in this test.
+    """A layerwise read reads the trailer again for each range. It reads no other byte twice if the ranges begin and end
+    at sector boundaries, as in this test.
     """
     read = {}
     for layerwise in (False, True):

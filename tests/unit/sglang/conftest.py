@@ -1,5 +1,5 @@
-"""One rank's cache over a pool of torch tensors on the CPU, in the order of SGLang's pools. SGLang need not be
-installed.
+"""A pool of torch tensors on the CPU with the memory layout of SGLang's pools, and one rank's cache that uses it.
+SGLang need not be installed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pools of the three engines as torch tensors on the CPU, each in its engine's order, and one rank's cache over such a
-pool.
+"""Pools of the three engines as torch tensors on the CPU, each with its engine's memory layout, and one rank's cache
+that uses such a pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMESPACE = b"n" * 32
 
 @dataclass(frozen=True)
 class EnginePool:
-    """The pool of one engine. `numbers(b)` returns block b as [layers, K and V, tokens, heads, head size]; it uses
+    """The pool of one engine. `numbers(b)` returns block b as [layers, K and V, tokens, heads, head size]. It uses
     plain indexing only.
     """
 
@@ -102,7 +102,7 @@ POOLS: dict[str, Callable[[], EnginePool]] = {
 
 
 class Engine:
-    """A pool with random content, and one rank's cache with a disk folder over it."""
+    """A pool with random content, and one rank's cache that uses this pool and a disk folder."""
 
     def __init__(self, pool: EnginePool, disk: Path, unit: str, **settings: Any) -> None:
         self.pool = pool

@@ -56,8 +56,8 @@ class Router:
     having been announced, because the routers of Dynamo and llm-d count announcements.
 
     Args:
-        misses_one: for control tests. The router ignores one event, which removes the first page of a prompt from the
-            last medium that has it.
+        misses_one: for control tests. The router ignores one event that reports a removal: the one that removes the
+            first page of a prompt from the last medium that has it.
     """
 
     def __init__(self, misses_one: bool = False) -> None:
@@ -438,9 +438,9 @@ def test_announced_pages_that_are_stored_again_do_not_wait(make: Make) -> None:
 def test_a_found_page_stays_in_the_file_if_a_store_names_it_in_another_way(
     make: Make, monkeypatch: pytest.MonkeyPatch, lasts: bool
 ) -> None:
-    """If a store names a found page in another way, the page's record in the file remains. Lazy stores know only the
-    hashes of pages, so their records of pages contain no tokens. For a page in a caller's namespace, the record is of
-    no use to later processes.
+    """If a store describes a page that an earlier process has announced, the page's earlier record remains in the file.
+    The new description may be of less use: lazy stores know only the hashes of pages, so their records of pages contain
+    no tokens. For a page in a caller's namespace, the record is of no use to later processes.
     """
     first, prompt = make(), chain(0, 3, 1, 3)
     first.store(prompt)

@@ -8,8 +8,9 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Replaces a rank's wire. Keeps incoming orders back until the test releases them, like a socket that is slower
-    than the engine's own messages. Does not change the sequence of the orders.
+    """Replaces a rank's wire, the connection that brings the scheduler's orders. Keeps incoming orders back until the
+    test releases them, like a socket that is slower than the engine's own messages. Does not change the sequence of the
+    orders.
     """
 
     def __init__(self, world: World) -> None:

@@ -116,8 +116,8 @@ def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
 def test_where_hooks_may_not_fire_loads_end_before_the_forward(
     make_world: Make, llm_args: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the engine may not call the hooks of its layers, loads end before the forward pass. To make early reads
-    visible, this test never calls the hooks, and slows the copies of every layer.
+    """If the engine possibly does not call the hooks of its layers, loads end before the forward pass. To make early
+    reads visible, this test never calls the hooks, and slows the copies of every layer.
     """
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = by_layer(make_world, llm_args=llm_args, hooks=False, movers=slow)

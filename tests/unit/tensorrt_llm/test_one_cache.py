@@ -35,7 +35,9 @@ PAGES = WHOLE // SHAPE.tokens
 
 
 def over_sglangs_pages(make_world: Make, folder: Path, spoiled: bool) -> World:
-    """Makes a world whose host memory has fetched pages from disk that were stored in the order of SGLang's pool."""
+    """Makes a world that has fetched pages from disk to host memory. The pages were stored in the order of SGLang's
+    pool.
+    """
     given = arguments(model=write_model(folder, SHAPE.size, SHAPE.layers))
     common = {
         "FLEXKV_KEYS_SCHEME": "common",
@@ -64,8 +66,8 @@ def test_wrong_numbers_would_be_seen(make_world: Make, tmp_path: Path) -> None:
 
 
 def store_as_sglang_does(common: dict[str, str], arguments_of: EngineArguments, spoiled: bool) -> None:
-    """Writes the prompt's expected KV into a pool of SGLang's order, and stores its pages on disk under SGLang's page
-    hashes.
+    """Writes the prompt's expected KV into a pool of SGLang's order, and stores the pages of this pool on disk under
+    SGLang's page hashes.
     """
     s = SHAPE
     config = load_config(None, {**{k: v for k, v in os.environ.items() if k == "PATH"}, **settings(**common)})

@@ -1,5 +1,5 @@
-"""A request repeats its lookup after its load between steps was handed back. The engine identifies a load only by the
-request's id, and may name it to a rank before the rank has the order of the load.
+"""A request repeats its lookup after the engine has handed back the request's load between steps. The engine identifies
+a load only by the request's id, and may name it to a rank before the rank has the order of the load.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: Fi
 def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
-    """The control: if the scheduler forgets the request before the second load, the request gets garbage. The omitted
-    case does not fail, because the orders of both loads are late and the second order replaces the first.
+    """As a control, the scheduler forgets the request before the second load. The request then gets garbage. One case
+    is left out, because it would not fail: there the orders of both loads are late, and the second order replaces the
+    first.
     """
     world = stored(make_world)
     late = LateOrders(world)

@@ -143,8 +143,8 @@ def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
 def test_failed_loads_without_a_line_are_counted_in_the_log(
     make_world: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, at_end: bool
 ) -> None:
-    """The log states how many loads failed without a line of their own. It does so in the first call after the minute
-    has passed, or when the rank is closed. The number includes loads that end only when the lanes are closed.
+    """The log states how many loads failed without a line of their own. It does so in the first call after the current
+    minute, or when the rank is closed. The number includes loads that end only when the lanes are closed.
     """
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     monkeypatch.setattr(failed_ops, "MOST_LINES", 0)

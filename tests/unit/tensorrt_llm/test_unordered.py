@@ -1,5 +1,5 @@
-"""flexkv promised a load between steps to requests, but the load was never ordered. The engine still names the load to
-its ranks and waits for it.
+"""flexkv promised requests a load between steps, but the load was never ordered. The engine still names the load to its
+ranks and waits for it.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def lookup(world: World) -> int:
 
 
 def end(world: World, request: Request) -> None:
-    """Ends a request that the executor does not know. Meanwhile, no request of the executor may wait."""
+    """Ends a request that the executor does not know. No request of the executor may be waiting at that time."""
     assert world.scheduler is not None
     if not world.scheduler.request_finished(request, request.blocks):
         return

@@ -107,7 +107,7 @@ class MovesWorld:
                 torch.cuda.synchronize(self.device)
 
     def holds(self, block: int, of: int | None, salt: int = 0) -> bool:
-        """Whether `block` has the bytes that `write` gave to block `of`. If `of` is None, whether it has only zeros."""
+        """Returns whether `block` has the bytes that `write` gave to block `of`, or only zeros if `of` is None."""
         for layer in range(self.layers):
             run = self.memory[self._range(block, layer)]
             there = run if self.device is None else run.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Errors of the transfer engine on a machine without a GPU. Tests that need a GPU are in tests/gpu/."""
+"""Tests errors of the transfer engine on a machine without a GPU. Tests that need a GPU are in tests/gpu/."""
 
 from __future__ import annotations
 

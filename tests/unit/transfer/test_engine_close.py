@@ -1,5 +1,5 @@
-"""An engine is closed or dropped, or its process exits: no memory is freed while a copy uses it, and no thread or
-memory remains.
+"""If an engine is closed or dropped, or its process exits, no memory is freed while a copy uses it. No thread or memory
+remains.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_damage_between_store_and_load_is_found_by_the_digest(make_world: Callab
         for layerwise in (False, True):
             world = make_world(
                 rules=rules, run_bytes=3000, layers=3
-            )  # pages of 9000 bytes leave space for digests in the slots in the slots
+            )  # pages of 9000 bytes leave space for digests in the slots
             world.engine.detach_view(0)
             world.engine.attach_view(0, world.view, world.pool, 0, digest_offset=9000, owners=[world.memory])
             before = world.scribble()

@@ -233,7 +233,7 @@ def test_a_process_that_was_stopped_has_no_hung_copies() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "moving\n"
         os.kill(child.pid, signal.SIGSTOP)
-        # longer than op_stuck_s, after which a copy counts as hung if only the clock is considered
+        # This is longer than op_stuck_s. By the clock alone, the copy would count as hung.
         time.sleep(5.0)
         os.kill(child.pid, signal.SIGCONT)
         child.stdin.write("\n")

@@ -1,5 +1,4 @@
-"""Submit: which graphs the engine accepts, and which it refuses. A refused graph leaves no op, id or queue entry
-behind."""
+"""Tests which graphs `submit` accepts, and which it refuses. A refused graph leaves no op, id or queue entry behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits for ops, layers and results: a wait ends at its deadline, while the op continues."""
+"""Tests waits for ops, layers and results. A wait ends at its deadline, while the op continues."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Gated stores: they are submitted before their layers are written, and copy each layer only after it has been
-opened."""
+"""Gated stores are submitted before their layers are written. They copy each layer only after it has been opened."""
 
 from __future__ import annotations
 

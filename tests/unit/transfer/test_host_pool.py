@@ -1,4 +1,4 @@
-"""Host pools that belong to one process: geometry, memory, growth and limits."""
+"""Tests host pools that belong to one process: their geometry, memory, growth and limits."""
 
 from __future__ import annotations
 
@@ -185,13 +185,13 @@ def test_slots_outside_or_not_ready_and_closed_pools_are_refused() -> None:
     kept[:] = 7
     pool.close()
     pool.close()
-    assert (kept == 7).all()  # the array keeps the memory alive after the close alive after the close
+    assert (kept == 7).all()  # the array keeps the memory alive after the close
     with pytest.raises(ClosedError, match="the host pool was closed"):
         pool.slot(1)
 
 
 def test_slots_become_ready_in_order_while_the_pool_comes_up() -> None:
-    pool = HostPool(64 * 1024, 4096)  # the pool has 256 MiB
+    pool = HostPool(64 * 1024, 4096)  # the pool is 256 MiB
     seen = [pool.ready_slots]
     while seen[-1] < 4096:
         assert pool.wait_ready(min(4096, seen[-1] + 1), GENEROUS_S)

@@ -1,4 +1,4 @@
-"""The checks of moves that tests/gpu runs on a GPU, run in plain memory: long runs, a pool of more than 4 GiB, digests,
+"""Runs in plain memory the checks of moves that tests/gpu runs on a GPU: long runs, a pool of more than 4 GiB, digests,
 and a pool that two processes share.
 """
 

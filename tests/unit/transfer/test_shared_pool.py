@@ -1,5 +1,5 @@
-"""Host pools that several processes share: all of them see the same bytes. Other tests cover pools whose creator has
-died, and process ids that are reused.
+"""Tests host pools that several processes share: all of them see the same bytes. Other tests cover pools whose creator
+has died, and process ids that are reused.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def create_and_hang(connection: Connection) -> None:
 
 
 def load_what_comes(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Runs in a process that attaches the pool: loads slots 0 to 3, and reports the result. Slots 0 to 2 wait for read
-    8 of the creator, and slot 3 waits for its read 9.
+    """Runs in a process that attaches the pool: loads slots 0 to 3, and reports the result. Slots 0 to 2 wait for the
+    creator's read 8, and slot 3 waits for the creator's read 9.
     """
     pool = HostPool.attach(descriptor)
     memory = np.zeros((4, SLOT_BYTES), np.uint8)

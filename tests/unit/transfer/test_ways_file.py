@@ -1,7 +1,7 @@
-"""The file with the measured thresholds for a GPU's copies (`transfer.ways_file`). The engine uses a complete file with
-this GPU's key. It refuses a damaged file with a ConfigError that gives the reason. If the key is that of another GPU,
-the engine logs this and uses the built-in thresholds. The tests run the lane that uses the thresholds with the FAKE
-driver, and use no GPU.
+"""Tests the file with the measured thresholds for a GPU's copies (`transfer.ways_file`). The engine uses a complete
+file with this GPU's key. It refuses a damaged file with a ConfigError that gives the reason. If the key is that of
+another GPU, the engine logs this and uses the built-in thresholds. The tests run the lane that uses the thresholds with
+the FAKE driver, and use no GPU.
 """
 
 from __future__ import annotations

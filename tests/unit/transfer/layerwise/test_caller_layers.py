@@ -1,4 +1,4 @@
-"""Loads whose caller takes each layer from the pipeline's buffer and writes it to the caller's own memory."""
+"""Tests loads whose caller takes each layer from the pipeline's buffer and writes it to the caller's own memory."""
 
 from __future__ import annotations
 
@@ -79,9 +79,8 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
-    """The result that the world expects, except that some rows keep their content because the caller does not write
-    them. These are the rows in the gaps. They are also the rows of a lost chunk in the layer in which it is lost, and
-    in all later layers.
+    """Returns the content of the world's memory that is expected after a load. The caller does not write some rows, so
+    these keep their content: the rows in gaps, and the rows of a lost chunk from the layer on in which it is lost.
     """
     found = world.expected()
     for layer, paged in enumerate(found):
@@ -105,7 +104,9 @@ def gapped_world() -> LayerWorld:
 
 
 def values_of_gaps(world: LayerWorld, layers: CallerLayers | PagedLayers) -> set[int]:
-    """The values in the gaps of a load's buffers. The device fills memory with 77 when it allocates it."""
+    """Returns the values in the gaps of a load's buffers. When the device allocates memory, it fills the memory with
+    77.
+    """
     numbers = np.arange(world.chunks.rows, dtype=np.int64)
     slots = numbers if isinstance(layers, CallerLayers) else world.slots
     pipeline = LoadPipeline(ReorderingDevice(0), layers, slots, world.chunks, turn, GENEROUS_S)

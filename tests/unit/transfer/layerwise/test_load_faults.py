@@ -1,5 +1,6 @@
-"""How the load pipeline behaves if chunks are lost, if stages raise or hang, and if the caller stops early or misuses
-it."""
+"""Tests how the load pipeline behaves if chunks are lost, if stages raise or hang, and if the caller stops early or
+misuses the pipeline.
+"""
 
 from __future__ import annotations
 

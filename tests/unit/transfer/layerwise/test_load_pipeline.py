@@ -35,7 +35,7 @@ def test_whatever_order_the_streams_run_in(seed: int) -> None:
     assert world.same(world.expected())
 
 
-# The following pipelines lack one dependency each between streams. So some order of the streams gives wrong bytes.
+# Each of the following pipelines lacks one dependency between streams, so some order of the streams gives wrong bytes.
 
 
 class NoScatterToLoad(LoadPipeline):

@@ -1,5 +1,5 @@
-"""The schedule of the load pipeline: the step in which it submits each piece of work, and the events for which a step
-waits.
+"""Tests the schedule of the load pipeline: the step in which it submits each piece of work, and the events for which a
+step waits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Layers whose loads begin before their steps. Their bytes are right even if the caller edits a layer, and the pipeline
-uses exactly the requested number of buffers.
+"""Tests loads of layers that begin before the layers' own steps. The bytes are right even if the caller edits a layer,
+and the pipeline uses exactly the requested number of buffers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads that read their rows from pages in host memory."""
+"""Tests loads that read their rows from pages in host memory."""
 
 from __future__ import annotations
 
