@@ -1,6 +1,6 @@
 """`python -m benchmarks.blend_disk`: measures vLLM's time to the first token of blended prompts. The prompts' segments
-are on disk, where an earlier process stored them, or in host memory. The times are compared with those of prompts that
-are computed in full.
+are on disk, where an earlier process stored them, or in host memory, to which an earlier request loaded them. The times
+are compared with those of prompts that are computed in full.
 
 Each round has its own documents, which are only on disk when the round begins. Two engines take turns, one without
 `disk.stream` and one with it, each with its own cache folder. Every round measures each method once, so that other work

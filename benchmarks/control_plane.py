@@ -3,9 +3,9 @@ compares it with its targets.
 
 Prints a table. `--json PATH` also writes it to a file. `--check PATH` compares it with a file that `--json` wrote on
 the same machine, and exits with status 1 if a row has become slower. Every figure is measured as wall time and as the
-thread's CPU time. Other programs on the machine disturb the CPU time less. Figures are medians and minima over rounds.
-Each round uses different keys, so that the keys' index entries are not in the CPU caches. Only rows marked "hot" reuse
-keys.
+thread's CPU time. Other programs on the machine disturb the CPU time less than the wall time. Figures are medians and
+minima over rounds. Each round uses different keys, so that the keys' index entries are not in the CPU caches. Only rows
+marked "hot" reuse keys.
 """
 
 from __future__ import annotations

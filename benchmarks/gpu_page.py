@@ -76,8 +76,8 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
-    """Whether a step has a result. A step that was not begun has no result, even if its result file exists, because
-    that file is from an earlier call.
+    """Returns whether a step has a result. A step that was not begun has no result, even if its result file exists,
+    because that file is from an earlier call.
     """
     return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 

@@ -3,7 +3,7 @@ with a GPU.
 
 The stages build, smoke and bench together take at most 20 minutes, so that one visit gives the figures; tests and
 sanitize need another visit. `all` runs every stage within ten minutes, with fewer and smaller measurements. If the
-machine cannot run a step, the step is left out and the reason recorded.
+machine cannot run a step, the step is left out and the reason is recorded.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ HOST_BYTES = 1 << 30
 COLD_OVER_HIT_MIN = 10.0
 EXTRA_CPU_MAX = 0.03
 SETTLE_S = 1.0
-"""Seconds to wait until the stores of a request have ended. Stores outlive their request by milliseconds, and an
+"""Seconds to wait until the store operations of a request have ended. They outlive the request by milliseconds, and an
 idle scheduler polls once per second.
 """
 

@@ -31,8 +31,8 @@ RUNNING_PROMPT = 512
 FIRST_STEPS = 20
 """Number of steps at the start of the running request that are not counted."""
 TAIL_STEPS = 24
-"""Number of steps that are run after another request has ended. That request's store continues in the first of these
-steps; in the others, the running request is alone.
+"""Number of steps that are run after another request has ended. The pages of that request are still being stored in the
+first of these steps; in the others, the running request is alone.
 """
 RENEWED_TOKENS = 2000
 """Number of tokens after which the running request is replaced by a new one, because a step takes longer the more

@@ -38,8 +38,8 @@ IDLE_AFTER_S = 5.0
 """Seconds after the last request before the idle CPU share is measured."""
 IDLE_FOR_S = 5.0
 SETTLE_S = 0.3
-"""Seconds to wait until the stores of a request have ended. Stores end some milliseconds after their request, and are
-part of its cost.
+"""Seconds to wait until the store operations of a request have ended. They end some milliseconds after the request, and
+are part of its cost.
 """
 
 

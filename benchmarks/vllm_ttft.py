@@ -172,7 +172,7 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
 
 
 def token_bytes(shape: ModelShape) -> int:
-    """Number of bytes of a token's keys and values in all layers."""
+    """Returns the number of bytes of a token's keys and values in all layers."""
     return shape.layers * 2 * shape.kv_heads * shape.head_size * np.dtype(np.float32).itemsize
 
 

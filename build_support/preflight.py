@@ -177,7 +177,7 @@ AnyNeed = TypeVar("AnyNeed", bound=Need)
 
 
 def has_gpu() -> bool:
-    """Whether nvidia-smi lists a GPU."""
+    """Returns whether nvidia-smi lists a GPU."""
     if shutil.which("nvidia-smi") is None:
         return False
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)

@@ -81,8 +81,8 @@ def install_command(needs: list[str]) -> str | None:
 
 
 def may_install() -> bool:
-    """Whether missing packages are installed without asking the user. This needs root, or a sudo that asks for no
-    password. FLEXKV_INSTALL_SYSTEM=0 forbids it.
+    """Returns whether missing packages are installed without asking the user. This needs root, or a sudo that asks for
+    no password. FLEXKV_INSTALL_SYSTEM=0 forbids it.
     """
     asked = os.environ.get("FLEXKV_INSTALL_SYSTEM", "1")
     if asked not in ("0", "1"):

@@ -52,7 +52,7 @@ def fingerprint() -> str:
 
 
 def is_made(folder: Path = FOLDER) -> bool:
-    """Whether `folder` has the complete environment, made with the current fingerprint."""
+    """Returns whether `folder` has the complete environment, made with the current fingerprint."""
     stamp = folder / STAMP
     return stamp.exists() and stamp.read_text() == fingerprint()
 

@@ -283,8 +283,8 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class `owner`, or of a subclass, have the attribute `name`. The attribute may be defined,
-    annotated or set by a method. If `owner` is a function: whether it has a parameter `name`.
+    """Returns whether objects of the class `owner`, or of a subclass, have the attribute `name`. The attribute may be
+    defined, annotated or set by a method. If `owner` is a function: whether it has a parameter `name`.
     """
     if hasattr(owner, name):
         return True

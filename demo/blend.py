@@ -1,4 +1,4 @@
-"""`python -m demo.blend`: sends prompts to the real vLLM that contain four documents in different orders. Each document
+"""`python -m demo.blend`: sends prompts that contain four documents in different orders to the real vLLM. Each document
 was computed separately before. vLLM blends the prompts at several ratios, and computes them in full for comparison.
 
 The time of an answer is the time from the request to the first token, including any wait for cached pages. The exit

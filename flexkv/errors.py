@@ -38,7 +38,7 @@ class KeySchemeError(FlexKVError, ValueError):
 
 class NativeCoreError(FlexKVError, ImportError):
     """The native core is missing, or was built from another version of the source than this package. The message says
-    which.
+    which of the two.
     """
 
 

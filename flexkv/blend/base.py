@@ -64,7 +64,7 @@ class KvShape:
             raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
 
     def __str__(self) -> str:
-        """A text that differs for rows of different shape or dtype, even if the rows have equal sizes."""
+        """Returns a text that differs for rows of different shape or dtype, even if the rows have equal sizes."""
         return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
 
     @property

@@ -239,7 +239,9 @@ class SegmentCache:
                 rotation.apply(rows, source, self.staging.rows[layer], target, table)
 
     def cached_tokens(self, tokens: Tokens) -> int:
-        """Number of leading tokens of a segment that are cached in host memory or on disk. Asks only the index."""
+        """Returns the number of leading tokens of a segment that are cached in host memory or on disk. Asks only the
+        index.
+        """
         return self.cached_of(self.scheme.keys(tokens))
 
     def cached_of(self, keys: SegmentKeys) -> int:

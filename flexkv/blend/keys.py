@@ -72,7 +72,7 @@ class SegmentKeyScheme:
         self.block_tokens = block_tokens
 
     def keys(self, tokens: Tokens, caller: str = "") -> SegmentKeys:
-        """The keys of a segment.
+        """Returns the keys of a segment.
 
         Args:
             caller: name of the caller; segments of different callers have different keys.

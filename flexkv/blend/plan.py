@@ -50,18 +50,18 @@ class BlendPlan:
 
     @classmethod
     def of_ratio(cls, ratio: float) -> BlendPlan:
-        """The plan with one check layer, layer 1."""
+        """Returns the plan with one check layer, layer 1."""
         return cls((1,), (ratio,))
 
     def ratio_at(self, layer: int) -> float | None:
-        """The ratio of check layer `layer`; None if the layer is not a check layer."""
+        """Returns the ratio of check layer `layer`; None if the layer is not a check layer."""
         return dict(zip(self.check_layers, self.ratios, strict=True)).get(layer)
 
 
 def rows_to_keep(
     difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int, run_rows: int = 1
 ) -> Rows:
-    """The rows to keep computing: all rows that are not reused, and about `budget` of the reused rows.
+    """Returns the rows to keep computing: all rows that are not reused, and about `budget` of the reused rows.
 
     Each stretch of consecutive reused rows is cut into runs of `run_rows` rows, the last of which may be shorter. The
     runs with the greatest mean difference are kept; of two runs with equal means, the earlier comes first. A run is
@@ -90,7 +90,9 @@ def rows_to_keep(
 
 
 def budget_of(ratio: float, reused: int) -> int:
-    """Number of rows to compute again out of `reused` reused rows: at least one if `ratio` and `reused` are above 0."""
+    """Returns the number of rows to compute again out of `reused` reused rows: at least one if `ratio` and `reused` are
+    above 0.
+    """
     return 0 if ratio == 0.0 or reused == 0 else max(1, round(ratio * reused))
 
 

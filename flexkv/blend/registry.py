@@ -45,7 +45,7 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> ModelFamily:
-    """The family of a model, given its configuration.
+    """Returns the family of a model, given the model's configuration.
 
     Raises:
         NotBlendable: the family is not registered, or the model has a sliding window or an option that must be off.
@@ -68,7 +68,7 @@ def head_dim_of(config: Any) -> int:
 
 
 def rope_of(config: Any) -> RopeSpec:
-    """The rotary embedding that a configuration describes.
+    """Returns the rotary embedding that a configuration describes.
 
     Raises:
         NotBlendable: the family is not supported, the scaling is unknown, or values are missing or not allowed.

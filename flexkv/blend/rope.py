@@ -76,8 +76,9 @@ class RopeSpec:
             raise ConfigError(f"rope scaling {self.scaling!r} needs the number of positions that it extends")
 
     def frequencies(self, positions: int | None = None) -> Frequencies:
-        """The frequencies for prompts of up to `positions` tokens. Only "dynamic" uses `positions`; None stands for
-        prompts of up to `max_positions` tokens."""
+        """Returns the frequencies for prompts of up to `positions` tokens. Only "dynamic" uses `positions`; None stands
+        for prompts of up to `max_positions` tokens.
+        """
         base = self.theta
         if self.scaling == "dynamic" and positions is not None and positions > self.max_positions:
             grown = self.factor * positions / self.max_positions - (self.factor - 1.0)

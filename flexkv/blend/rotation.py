@@ -36,7 +36,7 @@ class RowPlaces:
     head_stride: int
 
     def on(self, device: LayerDevice) -> RowPlaces:
-        """A copy of this object whose offsets are in the memory of `device`."""
+        """Returns a copy of this object whose offsets are in the memory of `device`."""
         return RowPlaces(device.index(self.offsets), self.head_stride)
 
 
@@ -54,11 +54,11 @@ class TurnTable:
 
     @classmethod
     def copies(cls, rows: int) -> TurnTable:
-        """A table that copies all rows unchanged, as needed for values."""
+        """Returns a table that copies all rows unchanged, as needed for values."""
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
 
     def on(self, device: LayerDevice) -> TurnTable:
-        """A copy of this object whose arrays are in the memory of `device`."""
+        """Returns a copy of this object whose arrays are in the memory of `device`."""
         return TurnTable(device.index(self.of_row), device.index(self.turns))
 
 
@@ -102,8 +102,8 @@ class KeyRotation:
         new_positions: NDArray[np.int64],
         zero: NDArray[np.bool_] | None = None,
     ) -> TurnTable:
-        """The table that rotates rows from old to new positions. A row whose position does not change is copied, bit
-        for bit.
+        """Returns the table that rotates rows from old to new positions. A row whose position does not change is
+        copied, bit for bit.
 
         Args:
             old_positions: the position at which each row was computed, int64 [rows].

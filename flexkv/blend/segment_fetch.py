@@ -104,7 +104,7 @@ class SegmentFetch:
         return SegmentLoad(self._moves, hits, self._deadline_s, self._reads_s)
 
     def _why(self, asked: Asked, got: int) -> PageLoss:
-        """Why page number `got` of a segment did not arrive, although it was in a tier when the fetch began."""
+        """Returns why page number `got` of a segment did not arrive, although it was in a tier when the fetch began."""
         if self._lookup.pages(asked.keys) <= got:
             return PageLoss.SEGMENT_UNREADABLE
         return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE

@@ -72,7 +72,7 @@ class SegmentLoad:
         self.lost: dict[int, str] = {}
 
     def rows(self, layer: int) -> list[StagedRows]:
-        """One row source per hit, for the rows of layer `layer`. The layers arrive in ascending order."""
+        """Returns one row source per hit, for the rows of layer `layer`. The layers arrive in ascending order."""
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def wait_layer(self, hit: Hit, layer: int) -> None:
@@ -90,7 +90,7 @@ class SegmentLoad:
                 raise LostRows(UNVERIFIED if found.in_time else LATE)
 
     def _end_of_waits(self) -> float:
-        """The deadline of a wait that begins now, as a value of `time.monotonic`."""
+        """Returns the deadline of a wait that begins now, as a value of `time.monotonic`."""
         return time.monotonic() + self._deadline_s if self._ends_s is None else self._ends_s
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
@@ -109,7 +109,9 @@ class SegmentLoad:
         return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
 
     def has_layers(self, layers: int) -> bool:
-        """Whether the first `layers` layers of every hit are in the staging pool or have failed. Does not wait."""
+        """Returns whether the first `layers` layers of every hit have arrived in the staging pool or have failed. Does
+        not wait.
+        """
         engine = self._moves.engine
         return all(
             hit in self._whole

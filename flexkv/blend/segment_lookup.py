@@ -127,7 +127,7 @@ class SegmentLookup:
             self._manager.end_request(request)
 
     def pages(self, keys: SegmentKeys) -> int:
-        """Number of leading pages of a segment that are cached in any tier. Asks only the index."""
+        """Returns the number of leading pages of a segment that are cached in any tier. Asks only the index."""
         whole, tail = self._manager.present(GROUP, keys.whole), keys.tail
         if not whole.all():
             return int(np.argmin(whole))

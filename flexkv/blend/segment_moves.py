@@ -85,8 +85,9 @@ class SegmentMoves:
         return True
 
     def why_failed(self, hit: Hit) -> str:
-        """Why pages of a finished hit did not arrive; empty if all did. The reason is removed, so call this once per
-        hit."""
+        """Returns why pages of a finished hit did not arrive; empty if all did. The reason is removed, so call this
+        once per hit.
+        """
         reasons = [self.take_reason(request) for request in hit.requests]
         return "; ".join(reason for reason in reasons if reason)
 

@@ -179,8 +179,9 @@ class SegmentUnit:
         return not self._down and not work.unwritten()
 
     def take_moved(self) -> dict[str, int]:
-        """Number of pages that were read from disk ("read") and written to it ("write") since the last call; directions
-        without pages are left out."""
+        """Returns the number of pages that were read from disk ("read") and written to it ("write") since the last
+        call; directions without pages are left out.
+        """
         counts = [tier.counts for tier in self.live.manager.tiers[1:]]
         total = {
             "read": sum(each.read for each in counts),

@@ -159,7 +159,7 @@ class TurnedRows:
         return TurnedLayers(pipeline, lambda layer: passage(layer, self.sources(layer)), first)
 
     def sources(self, layer: int) -> list[RowSource]:
-        """A layer's row sources, one per stretch."""
+        """Returns a layer's row sources, one per stretch."""
         return [LayerRows(each, layer) for each in self._stretches]
 
 
@@ -185,8 +185,8 @@ class TurnedLayers:
         self._step()
 
     def layer(self, layer: int) -> Array:
-        """Keys and values of the current layer, [2, rows, heads, head_dim], with the keys rotated. They stay in the
-        buffer until `leave` is called.
+        """Returns the keys and values of the current layer, [2, rows, heads, head_dim], with the keys rotated. They
+        stay in the buffer until `leave` is called.
 
         Raises:
             ContractError: `layer` is not the current layer.

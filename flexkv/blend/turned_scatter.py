@@ -75,8 +75,8 @@ class TurnedScatter:
 
 
 def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
-    """The table, changed so that the rows `gaps` become zeros. On a GPU, the changed copy is made on the current
-    stream.
+    """Returns the table, changed so that the rows `gaps` become zeros. On a GPU, the changed copy is made on the
+    current stream.
     """
     if not len(gaps):
         return table
@@ -86,14 +86,14 @@ def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
 
 
 def _byte_strides(plane: Array) -> tuple[int, ...]:
-    """The plane's strides in bytes: between blocks, tokens, heads and elements."""
+    """Returns the plane's strides in bytes: between blocks, tokens, heads and elements."""
     if isinstance(plane, np.ndarray):
         return plane.strides
     return tuple(stride * int(plane.itemsize) for stride in plane.stride())
 
 
 def _window(plane: Array, strides: tuple[int, ...]) -> Any:
-    """A one-dimensional view of the plane's memory, from its first element to its last.
+    """Returns a one-dimensional view of the plane's memory, from its first element to its last.
 
     Raises:
         GeometryError: the strides are negative or not multiples of an element, or a head's elements are not adjacent.

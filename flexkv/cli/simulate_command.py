@@ -1,4 +1,6 @@
-"""`flexkv simulate`: drives the real cache manager against a model of everything that can go wrong."""
+"""`flexkv simulate`: runs the real cache manager through random actions and failures, and compares every answer with a
+model.
+"""
 
 from __future__ import annotations
 

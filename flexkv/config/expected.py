@@ -53,8 +53,9 @@ def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    """Returns the narrowest bound on each side, in words. Returns none for an optional field, because its bounds are
-    nested in its type."""
+    """Returns the narrowest bound on each side, in words. Returns no bounds for an optional field, because its bounds
+    are nested in its type.
+    """
 
     def given(name: str) -> list[float]:
         return [getattr(part, name) for part in field.metadata if hasattr(part, name)]

@@ -24,7 +24,7 @@ ENVIRONMENT_ORIGIN = "env "
 """Beginning of the origin of a setting from the environment; the variable's name follows."""
 
 MOST_FILE_BYTES = 1 << 20
-"""Size of the largest accepted file. A file with all settings and their documentation has a hundredth of this."""
+"""Size of the largest accepted file. A file with all settings and their documentation has a hundredth of this size."""
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MOST_SEGMENTS = 256
-"""Maximum number of segments that a request may list: `flexkv.blend.segment_lookup` loads no more of one prompt."""
+"""Maximum number of segments that a request may list: `flexkv.blend.segment_lookup` loads at most this many segments of
+one prompt.
+"""
 
 FIELDS = ("segments", "ratio", "store")
 
@@ -33,7 +35,7 @@ class BlendAsk:
         """Parses the value that a request gives for blending; returns None for false.
 
         Raises:
-            ValueError: the value is not allowed; the message says what is.
+            ValueError: the value is not allowed; the message says what is allowed.
         """
         if isinstance(value, bool):
             return cls() if value else None

@@ -178,7 +178,7 @@ class RequestSettings:
         max_store_tokens: maximum number of leading tokens of the request that are stored; None for no limit.
         max_load_tokens: maximum number of tokens that one load brings; None for no limit.
         tiers: labels of the tiers that are read for the request; None for all. Host memory is read in any case.
-        ttl_s: whole seconds after which pages that the request stores are misses; None for never.
+        ttl_s: whole seconds after which lookups no longer find the pages that the request stores; None for never.
         namespace: name that separates the request's keys from the keys of requests with another name; empty for no
             name.
         blend: the request's settings for blending; None if it is not blended.

@@ -23,8 +23,8 @@ class LayoutHandler(ABC):
 
     @abstractmethod
     def view(self, group: int = 0) -> KvView:
-        """The view of a group. Raises BlockRangeError if the group does not exist."""
+        """Returns the view of a group. Raises BlockRangeError if the group does not exist."""
 
     @abstractmethod
     def format_id(self, group: int = 0) -> FormatId:
-        """The encoding of the group's pages. Raises BlockRangeError if the group does not exist."""
+        """Returns the encoding of the group's pages. Raises BlockRangeError if the group does not exist."""

@@ -46,7 +46,7 @@ class RowOrder:
 
     @classmethod
     def alike(cls, strides: Strides, v_offset: int) -> RowOrder:
-        """The order of a stripe in which V has the same strides as K."""
+        """Returns the order of a stripe in which V has the same strides as K."""
         return cls(strides, strides, v_offset)
 
     def native(self) -> tuple[Strides, Strides, int]:
@@ -86,7 +86,7 @@ class PageEncoding:
     def of_runs(
         cls, runs: NDArray[np.int64], stripe_bytes: int, format_id: FormatId, heads: int, dtype: str
     ) -> PageEncoding:
-        """The encoding of stripes, given their runs. K and V must have the same head size.
+        """Returns the encoding of stripes, given their runs. K and V must have the same head size.
 
         Args:
             runs: each run's offset in the stripe, length in bytes, and layer, int64 [runs, 3].
@@ -167,7 +167,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
 def _spacing(
     runs: NDArray[np.int64], stripe_bytes: int, layers: int, heads: int, head_bytes: int
 ) -> tuple[int, int]:
-    """The distances between layers and between heads in a stripe.
+    """Returns the distances between layers and between heads in a stripe.
 
     Args:
         runs: see `PageEncoding.of_runs`.

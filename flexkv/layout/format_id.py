@@ -14,7 +14,9 @@ GEOMETRY_DIGEST_BYTES = 8
 
 
 class Interior(Enum):
-    """The meaning of the bytes of one layer of a block. H is the number of heads, N of tokens, D the head size."""
+    """The meaning of the bytes of one layer of a block. H is the number of heads, N the number of tokens, and D the
+    head size.
+    """
 
     KV_SPLIT_NHD = "kv-nhd"
     """K then V, each [N, H, D] (SGLang)."""
@@ -83,7 +85,9 @@ class FormatId:
     def of_view(
         cls, view: KvView, interior: Interior, interior_tokens: int, ranks: int, owner: str = ""
     ) -> FormatId:
-        """The format of pages that are made through `view`, which determines the page order and the geometry."""
+        """Returns the format of the pages that are made through `view`. The view determines the page order and the
+        geometry.
+        """
         runs = view.runs
         layers = runs[:, 4]
         order = PageOrder.LAYER_MAJOR if bool((layers[1:] >= layers[:-1]).all()) else PageOrder.NATIVE_BLOCK

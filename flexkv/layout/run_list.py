@@ -41,7 +41,7 @@ class RunList:
         return len(self._runs)
 
     def view(self, num_blocks: int, first_block: int = 0, native_order: bool = False) -> KvView:
-        """A view whose pages hold the runs in the order in which they were added.
+        """Returns a view whose pages hold the runs in the order in which they were added.
 
         Args:
             num_blocks: number of blocks of the pool.

@@ -76,7 +76,7 @@ def byte_strides(tensor: TensorLike) -> tuple[int, ...]:
 
 
 def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-    """Byte strides of a C-contiguous array of `shape`."""
+    """Returns the byte strides of a C-contiguous array of `shape`."""
     strides = [item_bytes] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * shape[i + 1]
@@ -107,6 +107,6 @@ def storage_base(tensor: TensorLike) -> int:
 
 
 def storage_bytes(tensor: TensorLike) -> int | None:
-    """Size of the allocation behind `tensor` in bytes; None if it is unknown."""
+    """Returns the size of the allocation behind `tensor` in bytes; None if it is unknown."""
     storage = getattr(tensor, "untyped_storage", None)
     return None if storage is None else int(storage().nbytes())

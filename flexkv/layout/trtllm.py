@@ -73,7 +73,7 @@ class TrtllmHandler(GroupTable):
 
     @classmethod
     def from_pool(cls, pool: TensorLike, model: TrtllmModel, ranks: int = 1) -> TrtllmHandler:
-        """The layout of a primary pool, which is TensorRT-LLM's pool in GPU memory.
+        """Returns the layout of a primary pool, which is TensorRT-LLM's pool in GPU memory.
 
         Args:
             pool: a C-contiguous tensor [num_blocks, layers, kv_factor, elements of K or V in a block].
@@ -114,8 +114,8 @@ class TrtllmHandler(GroupTable):
         ranks: int = 1,
         owner: str = "",
     ) -> TrtllmHandler:
-        """The layout of a pool that consists of regions, with one layer group. Block i consists of slot i of every
-        region.
+        """Returns the layout of a pool that consists of regions, with one layer group. Block i consists of slot i of
+        every region.
 
         Args:
             interior: the meaning of the bytes of one layer of a block.

@@ -133,8 +133,8 @@ class VllmHandler(GroupTable):
         super().__init__([self._build(group, ranks) for group in groups])
 
     def layer_number(self, layer: str) -> int:
-        """The number of the layer in its group's view. A layer that shares the KV of another layer has the other
-        layer's number.
+        """Returns the number of the layer in its group's view. A layer that shares the KV of another layer has the
+        other layer's number.
 
         Raises:
             GeometryError: no group has this layer.

@@ -13,7 +13,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def strides_of_order(
     order: str, shape: Sequence[int], layer_stride: int, block_stride: int
 ) -> tuple[int, int, int, int, int]:
-    """The strides of the axes [L, B, H, N, C] in bytes.
+    """Returns the strides of the axes [L, B, H, N, C] in bytes.
 
     Args:
         order: the physical order of the axes, outermost first; one of ORDERS.

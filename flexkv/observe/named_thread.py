@@ -14,7 +14,7 @@ LONGEST = 15
 
 class NamedThread(threading.Thread):
     """A daemon thread whose name the operating system also shows. Python itself passes a thread's name to the operating
-    system only since 3.14.
+    system only since version 3.14.
 
     Args:
         name: begins with `flexkv-` and has at most LONGEST characters.

@@ -95,8 +95,8 @@ class FileState(NamedTuple):
         return self._replace(device=before.device) == before
 
     def is_touched(self, before: FileState) -> bool:
-        """Whether only the file's ctime has changed since `before`. This means that the file's owner, mode or number of
-        links changed. According to its mtime, its content did not change.
+        """Returns whether only the file's ctime has changed since `before`. This means that the file's owner, mode or
+        number of links changed. According to its mtime, its content did not change.
         """
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 

@@ -34,19 +34,19 @@ MOST_RUN_BYTES = 256 << 10
 """Maximum number of bytes of neighbouring small tensors that one call reads."""
 
 EVEN_SAMPLES = 64
-"""The approximate number of samples that are read from a file of another format than safetensors. The positions of the
+"""The approximate number of samples that are read from a file in a format other than safetensors. The positions of the
 tensors in such a file are not known.
 """
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
-"""Limits of the number of reads: the most and the least per file, and the most for all files together. For example, a
-hundred files share 16,384 reads, 163 each. An NVMe drive that takes 100 us per read and serves 16 reads at once needs a
-tenth of a second for them.
+"""Limits of the number of reads: the maximum and the minimum per file, and the maximum for all files together. For
+example, a hundred files share 16,384 reads, 163 each. An NVMe drive that takes 100 us per read and serves 16 reads at
+once needs a tenth of a second for them.
 """
 
 MOST_SMALL_BYTES, LEAST_SMALL_BYTES, ALL_SMALL_BYTES = 16 << 20, 1 << 20, 256 << 20
-"""Limits of the bytes of small tensors that are read: the most and the least per file, and the most for all files
-together.
+"""Limits of the bytes of small tensors that are read: the maximum and the minimum per file, and the maximum for all
+files together.
 """
 
 MOST_HEADER_BYTES = 100_000_000
@@ -73,8 +73,8 @@ class Budget:
     """Limits for reading one file, without its header.
 
     Attributes:
-        reads: the most reads of the file.
-        small_bytes: the most bytes of small tensors that are read.
+        reads: maximum number of reads of the file.
+        small_bytes: maximum number of bytes of small tensors that are read.
     """
 
     reads: int

@@ -69,7 +69,7 @@ class WeightsTable:
         }
 
     def __len__(self) -> int:
-        """Number of files in the table."""
+        """Returns the number of files in the table."""
         return len(self._read())
 
     def enter(self, path: Path, state: FileState, digest: str) -> None:

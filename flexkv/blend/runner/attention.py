@@ -8,7 +8,8 @@ import torch
 
 
 def visible_keys(positions: Any, keys: int) -> Any:
-    """The mask of keys that each row may attend to: those at the row's own position and before, bool [rows, keys].
+    """Returns the mask of keys that each row may attend to: those at the row's own position and before, bool [rows,
+    keys].
 
     A causal kernel's own mask would be wrong here: it aligns the last row with the last key, but the computed rows need
     not be the last rows of the prompt, so a row could attend to keys after its position.
@@ -21,7 +22,7 @@ def visible_keys(positions: Any, keys: int) -> Any:
 
 
 def attend(query: Any, keys: Any, values: Any, positions: Any, scale: float) -> Any:
-    """The attention of some rows over all keys, [rows, heads * dim].
+    """Returns the attention of some rows over all keys, [rows, heads * dim].
 
     Args:
         query: the rows' queries, [rows, heads, dim].

@@ -88,7 +88,7 @@ class LayeredModel:
             )
 
     def embed(self, tokens: Any) -> Any:
-        """The embeddings of tokens: [tokens] -> [tokens, hidden]."""
+        """Returns the embeddings of tokens: [tokens] -> [tokens, hidden]."""
         return self.inner.embed_tokens(tokens)
 
     def rotated(self, rows: Any, positions: Any) -> Any:
@@ -120,8 +120,9 @@ class LayeredModel:
         return self.rotated(query, positions), self.rotated(key, positions), value
 
     def finish(self, layer: int, hidden: Any, attended: Any) -> Any:
-        """The layer's output, given its input `hidden` [rows, hidden] and the result of its attention, `attended`
-        [rows, heads * head_dim]."""
+        """Returns the layer's output, given its input `hidden` [rows, hidden] and the result of its attention,
+        `attended` [rows, heads * head_dim].
+        """
         module = self.layers[layer]
         hidden = hidden + module.self_attn.o_proj(attended)
         return hidden + module.mlp(module.post_attention_layernorm(hidden))
@@ -130,5 +131,5 @@ class LayeredModel:
         return float(self.layers[layer].self_attn.scaling)
 
     def logits(self, hidden: Any) -> Any:
-        """The logits of rows: [rows, hidden] -> [rows, vocabulary]."""
+        """Returns the logits of rows: [rows, hidden] -> [rows, vocabulary]."""
         return self.model.lm_head(self.inner.norm(hidden))

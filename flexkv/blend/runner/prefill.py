@@ -78,8 +78,9 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why the model's keys cannot be rotated to other positions; empty if they can. Checks each model once, and logs a
-    warning if they cannot."""
+    """Returns why the model's keys cannot be rotated to other positions; empty if they can. Checks each model once, and
+    logs a warning if they cannot.
+    """
     if not hasattr(model, _CHECKED):
         reason = ""
         try:
@@ -113,8 +114,8 @@ def _layers_of(past: Any) -> list[tuple[Any, Any]]:
 
 
 def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
-    """Each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has; empty if it has
-    none.
+    """Returns each layer's keys and values [heads, tokens, dim] of the tokens that the caller already has; empty if it
+    has none.
 
     Raises:
         GeometryError: `past` has a different number of layers than the model, or several prompts.

@@ -122,12 +122,12 @@ class ReusedLayers:
             next(self._steps)
 
     def _paged(self, rows: Any) -> Any:
-        """A view of a plane's rows as blocks of one token each, [rows, 1, heads, dim]."""
+        """Returns a view of a plane's rows as blocks of one token each, [rows, 1, heads, dim]."""
         return rows.view(self._bits).numpy().view(self._shape.carrier).transpose(1, 0, 2)[:, None]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of all tokens, each [heads, tokens, dim], with the keys rotated to their positions. Rows
-        without cached KV are zeros.
+        """Returns the keys and values of all tokens, each [heads, tokens, dim], with the keys rotated to their
+        positions. Rows without cached KV are zeros.
 
         The returned tensors are those in `kept`; the caller writes the computed rows into them. Meanwhile, the pipeline
         loads the next layers.

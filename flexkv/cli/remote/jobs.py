@@ -18,7 +18,7 @@ from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence, Store, Sto
 from flexkv.remote.stores import open_store
 
 MOST_VALUE_BYTES = 1 << 30
-"""`look` refuses larger values, because it reads each value into memory. Engines' values have a few MiB."""
+"""`look` refuses larger values, because it reads each value into memory. Engines' values are a few MiB in size."""
 
 
 @dataclass(frozen=True, slots=True)
