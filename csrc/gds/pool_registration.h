@@ -50,12 +50,12 @@ struct PoolState {
   int64_t regions = 0;     // number of regions registered now
   int64_t pieces = 0;      // number of pieces registered now
   int64_t bytes = 0;       // total size of the pieces registered now
-  int64_t registered = 0;  // how many times a piece was registered so far
-  int64_t released = 0;    // how many of these registrations have ended so far
-  std::string refusal;     // why blocks of some region pass through staging; empty if none do
+  int64_t registered = 0;  // number of times that a piece has been registered so far
+  int64_t released = 0;    // number of these registrations that have ended so far
+  std::string refusal;     // why the blocks of some region pass through staging; empty if no blocks do
 };
 
-// The registrations of one pool, which has a region per KV group. Not thread-safe. `io` must outlive this
+// The registrations of one pool, which has one region per KV group. Not thread-safe. `io` must outlive this
 // object.
 class PoolRegistrations {
  public:
@@ -66,20 +66,20 @@ class PoolRegistrations {
   PoolRegistrations(const PoolRegistrations&) = delete;
   PoolRegistrations& operator=(const PoolRegistrations&) = delete;
 
-  // Registers a region and remembers it for restore(). Calls `look`, which finds out the route of the I/O's
-  // calls, if nothing else prevents the registration and no call was observed to go directly. Does nothing if
-  // the I/O reaches any memory directly.
+  // Registers a region and remembers it for restore(). If nothing else prevents the registration and no call
+  // has been observed to be direct, first calls `look`, which finds out the routes of calls. Does nothing if
+  // the I/O object reaches any memory directly.
   void add(const PoolRegion& region, const std::function<void()>& look);
   // Records that a group's blocks cannot be registered at all.
   void refuse(std::string reason);
-  // Ends all registrations, so that the pool's memory may be freed. Idempotent.
+  // Ends all registrations, so that the pool's memory may be freed. Further calls have no effect.
   void release();
-  // Registers again what release() has deregistered.
+  // Registers the regions again that release() has deregistered.
   void restore();
-  // Whether restore() or retry() has a region to register before the next transfer.
+  // Whether restore() or retry() has to register a region before the next transfer.
   bool waits() const;
-  // Registers the regions that add() postponed because no call had been observed to go directly, if one has
-  // been observed since.
+  // Registers the regions that add() postponed because no call had been observed to be direct. Does this only
+  // if a direct call has been observed since then.
   void retry();
   PoolState state() const;
 
@@ -91,7 +91,7 @@ class PoolRegistrations {
     std::vector<MemoryPiece> pieces;  // the region's pieces that are registered now
     std::string refusal;
   };
-  // Returns why registering the region would fail or not help, or an empty string if it may help.
+  // Returns why registering the region would fail or would not help. Returns an empty string if it may help.
   std::string refusal_of(const PoolRegion& region, const Registering& needs) const;
   void try_to_register(Entry& entry);
   std::string register_pieces(Entry& entry);

@@ -36,7 +36,7 @@ IoOutcome PosixFileIo::transfer(const IoCall& call) {
     if (moved == 0) break;
     outcome.bytes += moved;
     // If a short transfer moved a number of bytes that is not a multiple of 4 KiB, the rest is no longer
-    // aligned for direct I/O.
+    // aligned for direct I/O, and needs the page cache.
     if (outcome.bytes % kIoAlignBytes != 0) fd = file.buffered_fd;
   }
   return outcome;

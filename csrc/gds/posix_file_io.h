@@ -7,8 +7,9 @@
 
 namespace flexkv {
 
-// Uses direct I/O if file offset, length and address are 4 KiB-aligned and the file system supports direct
-// I/O. Otherwise it uses the page cache, which route() reports as bounced.
+// Makes the calls with pread and pwrite. Uses direct I/O if a call's file offset, length and address are 4
+// KiB-aligned and the file system supports direct I/O. Otherwise it uses the page cache, which route()
+// reports as bounced.
 class PosixFileIo : public FileIo {
  public:
   explicit PosixFileIo(std::shared_ptr<const RawFiles> files) : files_(std::move(files)) {}
@@ -22,7 +23,7 @@ class PosixFileIo : public FileIo {
   std::shared_ptr<const RawFiles> files_;
 };
 
-// Whether file offset, length and address are all 4 KiB-aligned.
+// Whether the call's file offset, length and address are all 4 KiB-aligned.
 bool is_aligned(const IoCall& call);
 
 }  // namespace flexkv

@@ -48,7 +48,8 @@ RawFiles::RawFiles(const FilePaths& paths_by_device, OpenFiles how) {
           throw ConfigError("'" + path + "' is given twice, perhaps under another name");
         }
         file.direct_fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
-        // EINVAL means that the file system does not support direct I/O. Any other error concerns this file.
+        // EINVAL means that the file system does not support direct I/O. Any other error concerns only this
+        // file.
         if (file.direct_fd < 0 && errno != EINVAL) refuse(path, "cannot open for direct I/O", errno);
         if (file.direct_fd >= 0 && !direct_io_refusal(file.direct_fd).empty()) {
           close(file.direct_fd);

@@ -12,10 +12,10 @@ enum class OpenFiles { kCreate, kExisting };
 
 class RawFiles {
  public:
-  // Opens every file for reading and writing. kCreate creates missing files, which only this user may access.
-  // If the file system supports direct I/O, opens each file twice, because calls that are not 4 KiB-aligned
-  // need the page cache. Throws ConfigError if a file cannot be opened or is given twice, or if a device has
-  // no files.
+  // Opens every file for reading and writing. With kCreate, missing files are created, and only this user may
+  // access them. If the file system supports direct I/O, opens each file twice, because calls that are not 4
+  // KiB-aligned need the page cache. Throws ConfigError if a file cannot be opened or is listed twice, or if
+  // a device has no files.
   explicit RawFiles(const FilePaths& paths_by_device, OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;

@@ -5,7 +5,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds since 1970. A time at which no page has expired.
+// Unit: seconds since 1970. With this value as the current time, no page counts as expired.
 constexpr uint64_t kNoTime = 0;
 
 }  // namespace
@@ -25,8 +25,8 @@ std::string SlabGate::arrived(int32_t position, const std::byte* trailer) {
   const auto at = static_cast<size_t>(position);
   const auto bytes = static_cast<int64_t>(trailer_.size());
   if (const std::string why = device_->copy(trailer_.data(), trailer, bytes); !why.empty()) return why;
-  // Does not check whether the page has expired. It had not expired when a lookup promised it to the engine,
-  // and a promised page is loaded even if it expires before the load.
+  // It is not checked whether the page has expired. The page had not expired when a lookup promised it to the
+  // inference engine, and a promised page is loaded even if it expires before the load.
   const PageCheck check =
       codec_->check_trailer_alone(trailer_.data(), pages_[at].place, pages_[at].tag, kNoTime);
   misses_[at] = check.miss;

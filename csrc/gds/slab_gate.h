@@ -1,5 +1,5 @@
-// The gate of a transfer of pages in slabs. It checks which page each disk slot holds, and keeps the digests
-// of the pages that are written.
+// The gate of a transfer of pages in slabs. The gate checks which page each disk slot contains, and keeps the
+// digests of the pages that are written.
 #pragma once
 #include <functional>
 #include <memory>
@@ -18,12 +18,13 @@ struct SlabPage {
   PageTag tag;
 };
 
-// In a read, the gate refuses a page whose trailer is damaged or belongs to a different page, with the same
-// rules as the disk lane. In a write, it keeps the run digests for the op that will write the trailer.
+// In a read, the gate refuses a page whose trailer is damaged or belongs to a different page. The rules are
+// the same as in the disk lane. In a write, the gate keeps the run digests for the op that will write the
+// trailer.
 class SlabGate : public PageGate {
  public:
-  // `runs` is the number of runs in one rank's stripe, and thus of digests per page written. The gate calls
-  // `on_end` with the position of each page that has finished or failed.
+  // `runs` is the number of runs in one rank's stripe, which is also the number of digests per page that is
+  // written. The gate calls `on_end` with the position of each page that has finished or failed.
   SlabGate(std::shared_ptr<const PageCodec> codec, std::shared_ptr<TransformDevice> device,
            std::vector<SlabPage> pages, size_t runs, std::function<void(int32_t)> on_end);
 
@@ -31,7 +32,7 @@ class SlabGate : public PageGate {
   std::string digested(int32_t position, const std::byte* digests) override;
   void ended(int32_t position) override { on_end_(position); }
 
-  // Why the gate refused a page; kNone if it did not refuse the page.
+  // Returns why the gate refused the page; kNone if it did not refuse the page.
   PageMiss miss(int32_t position) const { return misses_[static_cast<size_t>(position)]; }
   std::vector<uint64_t> take_digests(int32_t position) {
     return std::move(digests_[static_cast<size_t>(position)]);

@@ -10,14 +10,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a waiting transfer checks whether it was cancelled.
+// Unit: seconds. A waiting transfer checks at this interval whether it was cancelled.
 constexpr double kCancelLookS = 0.02;
 
-// One transfer. It runs in its caller's thread. A page passes from state to state:
-//   read:  waiting -> I/O -> ready -> transform -> ended
-//   write: waiting -> ready -> transform -> I/O -> ended
-// Direct pages go from waiting to I/O to ended. A page has a slot from the time it leaves `waiting` until it
-// is `ended`.
+// One transfer, which runs in its caller's thread. Each page passes through these states:
+//   read: waiting -> I/O -> ready -> transform -> ended write: waiting -> ready -> transform -> I/O -> ended
+//   Pages that are moved directly go from waiting to I/O to ended. A page has a slot from the time it leaves
+//   `waiting` until it is `ended`.
 class Transfer {
  public:
   Transfer(const TransferParts& parts, const PageMap& map, std::span<const StagedPage> pages, bool is_read,
@@ -51,14 +50,14 @@ class Transfer {
 
   TransferReport run() {
     try {
-      // I/O that goes directly between disk and pool is not ordered by a stream, so this thread itself waits
-      // for the work of the inference engine.
+      // I/O directly between disk and pool cannot wait on a stream, so this thread itself waits for the work
+      // of the inference engine.
       const bool straight = !staging_ || map_.in_place();
       const std::string error = straight ? parts_.device->await_engine(hooks_.fence) : std::string();
       if (!error.empty()) fail_all("the engine's work before it failed: " + error);
       drive();
     } catch (...) {
-      drain();  // because the caller may reuse its blocks at once
+      drain();  // after run() throws, the caller may reuse its blocks at once, so no I/O may be in flight
       throw;
     }
     std::sort(report_.failures.begin(), report_.failures.end(),
@@ -73,7 +72,7 @@ class Transfer {
       if (!stopped_ && (control_.cancelled() || control_.late())) stop();
       admit();
       launch();
-      // Nothing else can proceed until a batch or some I/O finishes.
+      // Nothing else can go on until a batch or some I/O finishes.
       if (!batches_.empty() && (batches_.size() >= kBatchesInFlight || ready_.empty())) {
         collect(0);
         retire_batch();
@@ -127,8 +126,8 @@ class Transfer {
       }
     }
     job.together = job.calls.size();
-    // The digests, if they are written here, come last: a write that fails earlier leaves an image that no
-    // read accepts.
+    // If this transfer writes the digests, their calls come last. So if a write fails earlier, the slot has
+    // an image that no read accepts.
     if (staging_) {
       job.staging = staging_;
       for (const FileExtent& extent : map_.extents()) {
@@ -188,8 +187,8 @@ class Transfer {
     }
   }
 
-  // Lets the gate check a page. Returns why the gate refuses the page, or an empty string if the page may
-  // pass.
+  // Asks the gate whether a page may pass. Returns why the gate refuses the page, or an empty string if the
+  // page may pass.
   std::string pass(int32_t position) {
     if (hooks_.gate == nullptr || !staging_) return {};
     return is_read_ ? hooks_.gate->arrived(position, slot(position) + map_.trailer_offset())
@@ -217,8 +216,8 @@ class Transfer {
     }
   }
 
-  // Records the remaining pages as failed and returns true if the transfer must end although its I/O has not
-  // finished. That I/O keeps the staging memory alive and does not touch the engine's memory.
+  // If I/O hangs and the transfer must end without it, records the remaining pages as failed and returns
+  // true. The I/O that hangs keeps the staging memory alive and does not touch the inference engine's memory.
   bool give_up() {
     if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {
@@ -266,7 +265,7 @@ class Transfer {
   std::vector<int32_t> free_;
   std::vector<int32_t> slot_of_;
   std::vector<char> ended_;
-  std::deque<int32_t> ready_;                 // pages whose slots wait for a transform
+  std::deque<int32_t> ready_;  // pages whose slots wait for a transform (the copy between slot and pool)
   std::deque<std::vector<int32_t>> batches_;  // batches in flight, oldest first
   size_t next_ = 0;
   size_t ended_count_ = 0;

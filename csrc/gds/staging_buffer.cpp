@@ -11,8 +11,8 @@ StagingBuffer::StagingBuffer(std::shared_ptr<TransformDevice> device, std::share
                              int64_t bytes)
     : device_(std::move(device)), io_(std::move(io)), bytes_(bytes) {
   base_ = static_cast<std::byte*>(device_->allocate(bytes_));
-  // The device must be current, because cuFile registers memory with the current context, and the thread may
-  // be the engine's and have a different one.
+  // The device must be current, because cuFile registers memory with the current context, and this may be a
+  // thread of the inference engine with a different context.
   not_registered_ = device_->while_current([&] { return io_->add_memory(base_, bytes_); });
 }
 
@@ -29,7 +29,8 @@ StagingBuffer::StagingBuffer(void* memory, int64_t bytes) {
 
 StagingBuffer::~StagingBuffer() {
   if (device_ == nullptr) return;
-  // If the device cannot be made current, its context is gone, and with it this memory.
+  // If the device cannot be made current, its context no longer exists, and its memory was freed with the
+  // context.
   device_->while_current([&] {
     io_->remove_memory(base_);
     return std::string();

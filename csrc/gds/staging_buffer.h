@@ -9,13 +9,14 @@
 
 namespace flexkv {
 
-// I/O in flight holds a reference to the buffer, so that memory which the buffer owns outlives a transfer
-// that stopped waiting for the I/O.
+// A buffer of staging slots. I/O in flight has a reference to the buffer. So memory that the buffer owns
+// outlives a transfer that no longer waits for the I/O.
 class StagingBuffer {
  public:
-  // Allocates memory on `device` and registers it with `io`. Throws CapacityError if it cannot be allocated.
+  // Allocates memory on `device` and registers it with `io`. Throws CapacityError if the memory cannot be
+  // allocated.
   StagingBuffer(std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io, int64_t bytes);
-  // Uses memory of the caller. Throws CapacityError if it contains no 4 KiB-aligned byte.
+  // Uses `memory`, which belongs to the caller. Throws CapacityError if no byte of it is 4 KiB-aligned.
   StagingBuffer(void* memory, int64_t bytes);
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
@@ -25,10 +26,11 @@ class StagingBuffer {
   bool lent() const { return device_ == nullptr; }
   int64_t bytes() const { return bytes_; }
   std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }
-  // How many slots fit into the memory. Throws CapacityError, which says what is needed, if not even one
-  // fits.
+  // Returns how many slots fit into the memory. If not even one fits, throws CapacityError, whose text says
+  // how much memory is needed.
   int32_t slots_of(int64_t slot_bytes) const;
-  // Why the memory is not registered with the I/O; empty if it is registered or does not have to be.
+  // Says why the memory is not registered with the I/O object; empty if it is registered or does not have to
+  // be.
   const std::string& not_registered() const { return not_registered_; }
 
  private:

@@ -14,13 +14,14 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Longer calls use POSIX calls, because a ring has 32 bits for the length and the kernel cuts
-// calls at 2 GiB.
+// Unit: bytes. Longer calls are made as POSIX calls, because an io_uring request has 32 bits for the length,
+// and the kernel cuts longer I/O off at 2 GiB.
 constexpr int64_t kLongestBytes = int64_t{1} << 30;
 // Unit: seconds. The pause between attempts to get completions from a ring that has failed.
 constexpr double kDeafS = 0.1;
 
-// A thread's ring, and the number of the UringFileIo that owns it. A thread serves one manager.
+// A thread's ring, and the number of the UringFileIo that owns the ring. One ring per thread is enough,
+// because a thread serves one manager.
 struct ThreadRing {
   uint64_t owner = 0;
   std::unique_ptr<IoQueue> queue;
@@ -31,9 +32,9 @@ uint64_t next_number() {
   return ++numbers;
 }
 
-// Waits for completions, and tries again if the ring fails, because the kernel may still write to the
-// requests' memory. If no completion ever comes, this function never returns. The transfer that waits for
-// this thread then gives up, and leaves the memory to the thread.
+// Waits for completions. Tries again if the ring fails, because the kernel may still write to the requests'
+// memory. If no completion ever comes, this function never returns. The transfer that waits for this thread
+// then gives up and leaves the memory to the thread.
 void hear(IoQueue& queue, std::vector<IoDone>& done) {
   for (;;) {
     try {
@@ -57,7 +58,8 @@ IoQueue* UringFileIo::ring() const {
       mine.queue = std::make_unique<UringQueue>(kRingDepth);
       if (wrap_) mine.queue = wrap_(std::move(mine.queue), 0);
     } catch (const DiskError&) {
-      mine.queue = nullptr;  // the kernel refuses a ring, for example because no locked memory is left
+      // The kernel refuses to make a ring, for example because no locked memory is left.
+      mine.queue = nullptr;
     }
   }
   return mine.queue.get();
@@ -79,7 +81,7 @@ void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcom
     carry_out(*queue, calls, outcomes, done, in_flight);
   } catch (...) {
     // Waits for the requests in flight, because the kernel may still write to the caller's memory, and the
-    // next calls must not see their completions.
+    // next calls must not get the completions of these requests.
     while (in_flight > 0) {
       done.clear();
       hear(*queue, done);
@@ -122,8 +124,8 @@ void UringFileIo::carry_out(IoQueue& queue, std::span<const IoCall> calls, std::
   }
 }
 
-// Returns the outcome of a call with the ring's `result`. Finishes a short transfer with POSIX calls, which
-// check whether the rest is aligned.
+// Returns the outcome of a call for which the ring returned `result`. If the call moved fewer bytes than
+// requested, moves the rest with POSIX calls, which check whether the rest is aligned.
 IoOutcome UringFileIo::finish(const IoCall& call, int64_t result) {
   const bool again = result == -EINTR || result == -EAGAIN;
   if (result < 0 && !again) return {0, std::generic_category().message(static_cast<int>(-result))};

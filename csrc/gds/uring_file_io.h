@@ -9,17 +9,17 @@
 
 namespace flexkv {
 
-// Unit: I/Os. The depth of one thread's ring. If a page moves in one piece per layer, each I/O is one piece.
-// A few such I/Os in flight keep a disk busy.
+// Unit: I/Os. The depth of one thread's ring. If a page is moved in one piece per layer, each I/O moves one
+// piece. A few of these I/Os in flight keep a disk busy.
 inline constexpr int32_t kRingDepth = 32;
 
-// Calls take the same routes as those of PosixFileIo. Each calling thread has a ring of its own, because an
-// io_uring may accept requests only from the thread that made it. A thread that gets no ring makes POSIX
+// Calls take the same routes as in PosixFileIo. Each calling thread has a ring of its own, because an
+// io_uring may accept requests only from the thread that made it. A thread that cannot get a ring makes POSIX
 // calls.
 class UringFileIo : public FileIo {
  public:
-  // `wrap`, if set, is called with each thread's ring and disk number 0, and returns the queue that the
-  // thread uses instead.
+  // If `wrap` is set, it is called with each thread's ring and the disk number 0. It returns the queue that
+  // the thread uses instead of the ring.
   explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
   std::string name() const override { return "io_uring"; }
   IoOutcome transfer(const IoCall& call) override;
@@ -30,7 +30,7 @@ class UringFileIo : public FileIo {
 
  private:
   IoQueue* ring() const;
-  // Makes all calls through the ring. `in_flight` counts the requests that have not completed, and is right
+  // Makes all calls through the ring. `in_flight` counts the requests that have not completed, and is correct
   // even if this function throws.
   void carry_out(IoQueue& queue, std::span<const IoCall> calls, std::span<IoOutcome> outcomes,
                  std::vector<IoDone>& done, int32_t& in_flight);

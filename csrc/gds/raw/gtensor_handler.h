@@ -1,5 +1,5 @@
-// Describes an engine's pool by the addresses and strides of its tensors, which is the form that callers from
-// outside flexkv use.
+// Describes an inference engine's pool by the addresses and strides of its tensors. Callers from outside
+// flexkv use this form.
 #pragma once
 #include <cstdint>
 
@@ -7,16 +7,16 @@
 
 namespace flexkv {
 
-// The engine's layout of its pool. The numbers are those of the argument `gpu_block_type`.
+// The inference engine's layout of its pool. The values are those of the Python argument `gpu_block_type`.
 enum class BackendType : int32_t {
   VLLM = 0,    // one tensor per layer: [kv][block][data], or [block][kv][data]
   TRTLLM = 1,  // one tensor: [block][layer][kv][data]
   SGLANG = 2,  // K of every layer, then V of every layer, one tensor each: [block][data]
 };
 
-// `gpu_tensor_ptrs` is an array in host memory with num_layers addresses for VLLM, one address for TRTLLM,
-// and for SGLANG the num_layers addresses of K, then those of V. The handler owns neither the array nor the
-// tensors.
+// `gpu_tensor_ptrs` is an array of addresses in host memory. It has num_layers addresses for VLLM and one
+// address for TRTLLM. For SGLANG it has num_layers addresses of K, then num_layers addresses of V. The
+// handler owns neither the array nor the tensors.
 struct GTensorHandler {
   BackendType type = BackendType::VLLM;
   int64_t** gpu_tensor_ptrs = nullptr;
@@ -40,7 +40,8 @@ struct GTensorHandler {
   int64_t num_tensors(int32_t kv_dim) const {
     return type == BackendType::TRTLLM ? 1 : type == BackendType::VLLM ? num_layers : num_layers * kv_dim;
   }
-  // The address of block 0's run of K (kv 0) or V (kv 1) in a layer. Precondition: 0 <= layer < num_layers.
+  // Returns the address at which block 0's run of K (kv 0) or V (kv 1) begins in a layer. Precondition: 0 <=
+  // layer < num_layers.
   uintptr_t first_run(int64_t layer, int64_t kv) const {
     const auto tensor = [&](int64_t i) { return reinterpret_cast<uintptr_t>(gpu_tensor_ptrs[i]); };
     const auto bytes = [](int64_t offset) { return static_cast<uintptr_t>(offset); };

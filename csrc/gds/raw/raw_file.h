@@ -1,5 +1,6 @@
 // Computes where a block lies in raw files: on which device, in which file, and where in the file. Raw files
-// hold blocks without header or trailer and are spread over several devices. docs/gds.md states the rule.
+// contain blocks without headers and trailers, and are spread over several devices. docs/gds.md states the
+// rule.
 #pragma once
 #include <cstdint>
 
@@ -7,8 +8,9 @@ namespace flexkv {
 
 struct BlockPlace {
   int32_t device = 0;
-  int64_t file = 0;           // number of the file on its device
-  int64_t block_in_file = 0;  // number of the block in its file; times the block stride, it is the offset
+  int64_t file = 0;  // number of the file on its device
+  // Number of the block in its file. Its offset in the file is this number times the block stride.
+  int64_t block_in_file = 0;
 };
 
 class RawFileRule {
@@ -17,7 +19,7 @@ class RawFileRule {
   // Throws GeometryError unless all three numbers are positive.
   RawFileRule(int32_t devices, int64_t round_robin, int64_t blocks_per_file);
 
-  // Throws BlockRangeError if the block is negative.
+  // Returns where `block` lies. Throws BlockRangeError if it is negative.
   BlockPlace place(int64_t block) const;
 
  private:

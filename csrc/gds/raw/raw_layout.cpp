@@ -10,10 +10,11 @@
 namespace flexkv {
 namespace {
 
-// Unit: layers. A description of a pool or file with more layers is wrong.
+// Unit: layers. The maximum number of layers of a pool or a file. A description with more layers is a mistake
+// by the caller.
 constexpr int64_t kMostLayers = 1 << 16;
-// Unit: bytes. A larger value is a mistake by the caller. Up to this limit, products with numbers of layers
-// stay far from overflow.
+// Unit: bytes. The maximum stride. A larger value is a mistake by the caller. Up to this limit, products of
+// strides and numbers of layers are far from overflow.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 44;
 
 std::string at(int64_t layer, int64_t kv) {
@@ -42,8 +43,8 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
   if (pool.gpu_tensor_ptrs == nullptr) throw GeometryError("the pool has no tensor addresses");
 }
 
-// Returns the runs of `layers`, sorted by their offset in the file. A run's page_offset is that offset in the
-// file, as PageMap::file() expects.
+// Returns the runs of `layers`, sorted by their offset in the file. Each run's page_offset is set to its
+// offset in the file, as PageMap::file() expects.
 std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlockLayout& file,
                                         std::span<const int32_t> layers) {
   check_sizes(pool, file);

@@ -12,12 +12,13 @@
 namespace flexkv {
 namespace {
 
-// How many of the failed blocks an error message lists.
+// The maximum number of failed blocks that an error message lists.
 constexpr size_t kNamedFailures = 8;
-// Unit: bytes. The limit for the end of a block in a pool or a file, which keeps sums far from overflow.
+// Unit: bytes. A block's end in a pool or a file must be below this limit, so that sums are far from
+// overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Throws BlockRangeError if the block is negative or would lie beyond the end of any possible memory or file.
+// Throws BlockRangeError if the block is negative or so large that the block would lie beyond kMostBytes.
 void check_reach(int64_t block, int64_t stride, const char* what) {
   if (block < 0) {
     throw BlockRangeError("block " + std::to_string(block) + " of " + what + ": must not be negative");
@@ -41,8 +42,8 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   check_no_overlap(map.segments(), *highest + 1);
 }
 
-// Throws GeometryError if a run of the highest pool block lies in memory that the device cannot reach. This
-// has to be checked because callers give addresses and strides, but no sizes.
+// Throws GeometryError if a run of the pool block with the highest number lies in memory that the device
+// cannot access. This has to be checked because callers pass addresses and strides, but no sizes.
 void check_pool(const TransformDevice& device, const PageMap& map, std::span<const int64_t> pool_blocks) {
   if (pool_blocks.empty()) return;
   const int64_t highest = *std::max_element(pool_blocks.begin(), pool_blocks.end());

@@ -66,11 +66,11 @@ RawTransfer describe(const Tensor& gpu_layer_id_list, GTensorHandler gpu_tensor_
 
 }  // namespace tensor_detail
 
-// Moves blocks between raw files and a pool through staging slots (docs/gds.md), and returns when every byte
-// has moved. `gpu_layer_id_list` is int32, the block ids are int64, all in host memory. `staging_buffer` is
-// memory on the pool's device and on a 4 KiB boundary. Its size is raw_slot_bytes() times the number of
-// blocks moved, or times the manager's max_staging_blocks if that is less. If it is null, the manager's own
-// staging is used. Throws what transfer_raw() throws.
+// Moves blocks between raw files and a pool through staging slots (docs/gds.md), and returns when all bytes
+// have been moved. `gpu_layer_id_list` is int32 and the block ids are int64; these tensors are all in host
+// memory. `staging_buffer` is memory on the pool's device and begins on a 4 KiB boundary. Its size is
+// raw_slot_bytes() times the number of blocks that are moved, or times the manager's max_staging_blocks if
+// that is less. If it is null, the manager's own staging is used. Throws what transfer_raw() throws.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                                    GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,
@@ -93,7 +93,7 @@ void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_la
   transfer_raw(gds_manager, transfer);
 }
 
-// Moves blocks like transfer_kv_blocks_gds_staged(), but without staging: it makes one call for each part of
+// Does what transfer_kv_blocks_gds_staged() does, but without staging: it makes one I/O call for each part of
 // a block that is contiguous in the pool and in the file.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,

@@ -1,7 +1,7 @@
-// The arithmetic of the layout transform, which moves pages between staging slots and the engine's pool and,
-// in the same pass, computes or checks the digests of their runs. A group of 32 lanes (a warp) handles one
-// leaf of one run of one page at a time. g++ and nvcc both compile this file: kernel.cuh uses it in a kernel,
-// and csrc/testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
+// The arithmetic of the layout transform, which moves pages between staging slots and the inference engine's
+// pool. In the same pass, it computes or checks the digests of the pages' runs. A group of 32 lanes (a warp)
+// handles one leaf of one run of one page at a time. g++ and nvcc both compile this file: kernel.cuh uses it
+// in a kernel, and csrc/testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>
 
@@ -22,7 +22,8 @@ struct TransformRun {
   int64_t leaves = 0;
 };
 
-// One leaf of a page's runs. Leaves are in a table, so that no lane needs a division to find its leaf.
+// One leaf (a part of a run) of a page. All leaves are listed in a table, so that no lane has to divide to
+// find its leaf.
 struct TransformLeaf {
   int32_t run = 0;
   int32_t bytes = 0;
@@ -62,25 +63,25 @@ FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
   return mode != TransformMode::kToPool && mode != TransformMode::kToSlot;
 }
 
-// The value of bad_run for a page if the digests of all its runs match.
+// The value of bad_run for a page whose runs all match their digests.
 inline constexpr int32_t kNoBadRun = INT32_MAX;
 
-// The arguments of one launch. All arrays are in memory that the executing processor can access.
+// The arguments of one kernel launch. All arrays are in memory that the executing processor can access.
 struct TransformBatch {
   const TransformRun* runs = nullptr;
   const TransformLeaf* leaves = nullptr;
   const TransformPage* pages = nullptr;
-  RunProgress* progress = nullptr;  // [page][run], all zero at first; only used with digests
-  int32_t* bad_run = nullptr;       // [page]: kNoBadRun, or the lowest run whose digest does not match
-  int64_t digest_offset = 0;        // offset of the digests in a slot
+  RunProgress* progress = nullptr;  // [page][run], all zero at first; used only with digests
+  int32_t* bad_run = nullptr;  // [page]: the lowest number of a run whose digest does not match, or kNoBadRun
+  int64_t digest_offset = 0;   // offset of the digests in a slot
   int32_t num_runs = 0;
   int32_t num_leaves = 0;
   int32_t num_pages = 0;
   TransformMode mode = TransformMode::kToPool;
 };
 
-// Iterates over the leaves of one of `warps` warps: every `warps`-th leaf, counted over all pages. It divides
-// only in its constructor, not for each leaf.
+// Iterates over the leaves that one of `warps` warps handles: every `warps`-th leaf, counted over all pages.
+// Only the constructor divides, so that no division is needed per leaf.
 class LeafWalk {
  public:
   FLEXKV_HD LeafWalk(const TransformBatch& batch, int32_t warp, int32_t warps)
@@ -94,8 +95,8 @@ class LeafWalk {
   FLEXKV_HD bool ended() const { return page_ >= pages_; }
   FLEXKV_HD int32_t page() const { return static_cast<int32_t>(page_); }
   FLEXKV_HD int32_t leaf() const { return static_cast<int32_t>(leaf_); }
-  // Goes to the warp's next leaf. Precondition: !ended(). No sum overflows, because each adds two numbers
-  // below 2^31.
+  // Goes to the warp's next leaf. Precondition: !ended(). The sums in this function do not overflow, because
+  // each adds two numbers below 2^31.
   FLEXKV_HD void advance() {
     page_ += step_pages_;
     leaf_ += step_leaves_;
@@ -125,8 +126,8 @@ FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, c
   return to_pool(batch.mode) ? LeafEnds{pool, slot} : LeafEnds{slot, pool};
 }
 
-// The sums of one lane over the words 2i and 2i + 1 of a leaf, for i = lane, lane + 32, and so on. The even
-// words belong to digest lane 2 * lane % 8, the odd words to the digest lane after it.
+// One lane's sums over the words 2i and 2i + 1 of a leaf, for i = lane, lane + 32, and so on. The even words
+// belong to digest lane 2 * lane % 8, the odd words to the digest lane after it.
 struct LaneLeafSums {
   LaneSums even, odd;
 };
@@ -139,7 +140,7 @@ FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high
 }
 
 // Adds the words of a 16-byte vector that may extend past the leaf's end. A word that starts past the end is
-// not part of the leaf.
+// not part of the leaf and is not added.
 FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int bytes,
                                          int vector) {
   const int word = 2 * vector;
@@ -170,10 +171,10 @@ FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, in
 
 }  // namespace transform_detail
 
-// Copies (if kCopy) and sums up (if kDigest) one lane's share of a leaf of 1 to 4096 bytes. Between
-// 16-byte-aligned addresses it moves 16-byte vectors and issues all of the lane's loads before its first
-// store, so that eight loads are in flight. Otherwise, and for the tail of a leaf, it moves units of 8, 4 or
-// 1 bytes.
+// Handles one lane's share of a leaf of 1 to 4096 bytes: copies it if kCopy, and sums up its words if
+// kDigest. Between 16-byte-aligned addresses it moves 16-byte vectors and issues all of the lane's loads
+// before its first store, so that up to eight loads are in flight. Otherwise, and for the tail of a leaf, it
+// moves units of 8, 4 or 1 bytes.
 template <bool kDigest, bool kCopy = true>
 FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, int lane) {
   namespace detail = transform_detail;
@@ -183,9 +184,9 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   const unsigned char* src = ends.src;
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
     const int vectors = bytes / 16;
-    // Vectors past the end are set to zero. Otherwise, a register that only some leaves write would have to
-    // keep its value from leaf to leaf, and eight such vectors would leave too few of a thread's 64 registers
-    // for the rest.
+    // Vectors past the end are set to zero. Otherwise, a register that is not written for every leaf would
+    // have to keep its value from leaf to leaf. Eight such vectors would leave too few of a thread's 64
+    // registers for everything else.
     Vector16 held[kHeld];
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
@@ -195,7 +196,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
       const int i = lane + k * kTransformLanes;
       if (kCopy && i < vectors) reinterpret_cast<Vector16*>(dst)[i] = held[k];
     }
-    // The sums are made after all stores, when the store addresses no longer occupy registers.
+    // The sums are computed after all stores, when the store addresses no longer occupy registers.
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
       if (kDigest && i < vectors) detail::add_vector(sums, held[k].low, held[k].high, i);
@@ -217,7 +218,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   return sums;
 }
 
-// Lanes whose numbers are equal modulo kSumGroups hold sums of the same two digest lanes.
+// Lanes with the same number modulo kSumGroups have sums of the same two digest lanes.
 inline constexpr int kSumGroups = kDigestLanes / 2;
 
 // Returns the number that a lane below kSumGroups adds to the leaf's folded value. Precondition: `sums`
@@ -227,8 +228,8 @@ FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
 }
 
 // Adds the term of a finished leaf to its run's sum. The call for the last leaf of a run also writes or
-// checks the run's digest. `Atomics` provides min(), add(), which returns the previous value, and fence(),
-// which lets the last call see the terms of all leaves.
+// checks the run's digest. `Atomics` provides min(), add() and fence(). add() returns the previous value.
+// fence() ensures that the call for the last leaf sees the terms of all leaves.
 template <typename Atomics>
 FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf,
                                uint64_t folded) {

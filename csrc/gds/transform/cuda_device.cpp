@@ -49,7 +49,7 @@ class CudaTransformDevice : public TransformDevice {
       found = allocated_.extract(memory);
     }
     if (found.empty()) return;
-    // Frees the memory without the lock, because freeing may wait for all work on the device.
+    // Frees the memory after releasing the lock, because freeing may wait for all work on the device.
     const cuda::QuietCurrent here(*device_);
     GpuMemory{&driver()}.release(found.mapped());
   }
@@ -64,8 +64,8 @@ class CudaTransformDevice : public TransformDevice {
   // A batch has half of the slots, so that the disks can fill the other half while it is transformed.
   int32_t batch_pages(int32_t slots) const override { return std::max(1, slots / 2); }
 
-  // Uses a stream of its own. On the legacy stream, the copy would wait for the engine's work, and the
-  // engine's work for the copy.
+  // The copy uses a stream of its own. On the legacy stream, the copy would wait for the inference engine's
+  // work, and the inference engine's later work would wait for the copy.
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     return on_workspace([&](const CudaWorkspace& space) {
       const cuda::Code code =
@@ -106,20 +106,21 @@ class CudaTransformDevice : public TransformDevice {
  private:
   const cuda::Driver& driver() const { return device_->driver(); }
 
-  // Sleeps until the work enqueued on `stream` has finished. Returns an error, or an empty string on success.
+  // Sleeps until the work enqueued on `stream` has finished. Returns an error message, or an empty string on
+  // success.
   std::string await(cuda::StreamHandle stream) {
     try {
       return cuda::Event(device_, stream).wait();
     } catch (const CapacityError& error) {
-      // No event could be made. So this waits for the stream itself, because copies use the caller's memory.
-      // If the context is broken, nothing moves any more.
+      // No event could be made. So this thread waits for the complete stream, because copies that are
+      // enqueued use the caller's memory. If the context is broken, no copy runs any more.
       driver().stream_synchronize(stream);
       return error.what();
     }
   }
 
-  // Enqueues `work` on a workspace's stream and sleeps until it has finished. Returns an error, or an empty
-  // string on success.
+  // Enqueues `work` on a workspace's stream and sleeps until it has finished. Returns an error message, or an
+  // empty string on success.
   template <typename Work>
   std::string on_workspace(Work work) {
     try {
@@ -139,15 +140,15 @@ class CudaTransformDevice : public TransformDevice {
   const std::shared_ptr<cuda::Device> device_;
   const CudaTransforms on_;
   std::mutex mutex_;
-  std::map<void*, void*> allocated_;  // aligned address -> address as allocated
+  std::map<void*, void*> allocated_;  // aligned address -> address that the driver returned
 };
 
 // Moves a page from the pool to a slot and computes its digests, then moves it to a different block and
-// checks the digests. This shows that the kernels can be loaded and move the right bytes. Returns an error,
-// or an empty string on success.
+// checks the digests. This shows that the kernels can be loaded and that they move the right bytes. Returns
+// an error message, or an empty string on success.
 std::string self_test(TransformDevice& device) {
-  // Unit: bytes. A layer-first pool of two layers and two blocks, with runs of an odd length: in each layer,
-  // block 1 follows block 0.
+  // Unit: bytes. The sizes of a layer-first pool of two layers and two blocks, with runs of an odd length. In
+  // each layer, block 1 follows block 0.
   constexpr int64_t kRun = 1237, kStep = 1536, kImage = 3 * kIoAlignBytes;
   constexpr size_t kPool = 4 * kStep;
   const auto free_it = [&](std::byte* memory) { device.release(memory); };

@@ -1,5 +1,5 @@
-// A TransformDevice for a GPU. It uses a GPU only through the driver's functions and a launcher, so that
-// tests can run it without a GPU, with a fake driver and launcher.
+// A TransformDevice for a GPU. It accesses the GPU only through the driver's functions and a launcher, so
+// that tests can run it without a GPU, with a fake driver and launcher.
 #pragma once
 #include <memory>
 
@@ -9,8 +9,9 @@
 
 namespace flexkv {
 
-// Makes a device like cuda_transform_device(number, ...) of device.h. Moves a page from one block to another
-// as a self-test. Throws ConfigError, with the reason, if the test fails or the launcher is null.
+// Makes the same kind of device as cuda_transform_device(number, ...) of device.h. As a self-test, moves a
+// page from one block to another. Throws ConfigError, with the reason, if the self-test fails or the launcher
+// is null.
 std::shared_ptr<TransformDevice> cuda_transform_device(std::shared_ptr<cuda::Device> device,
                                                        uintptr_t engine_stream, TransformGrid grid,
                                                        LayoutLauncher launcher);

@@ -48,7 +48,8 @@ class CudaTransformer : public Transformer {
     if (result.error.empty()) result.error = buffers.ended->wait();
     if (!result.error.empty()) {
       // A part of the batch may have been enqueued, and must have finished before the pages are reported as
-      // failed. If the context is broken, nothing moves any more, and the batch already has its error.
+      // failed. An error of await_stream() is ignored: if the context is broken, no copy runs any more, and
+      // the batch already has its error.
       await_stream();
       return result;
     }
@@ -94,8 +95,8 @@ class CudaTransformer : public Transformer {
     }
     step([&] { return upload(space_->runs, tables_.runs.data(), tables_.runs.size()); });
     step([&] { return upload(space_->leaves, tables_.leaves.data(), tables_.leaves.size()); });
-    // Batches start after the work that the engine has enqueued, because that work may still write blocks
-    // that the batches read, or read blocks that they write.
+    // Batches start after the work that the inference engine has enqueued. That work may still write blocks
+    // that the batches read, or read blocks that the batches write.
     step([&] { return fence_stream(on_, stream(), fence); });
     return error;
   }

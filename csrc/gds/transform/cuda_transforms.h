@@ -1,4 +1,4 @@
-// Runs the transforms of a transfer on a GPU, after the engine's work.
+// Runs the transforms of a transfer on a GPU, after the inference engine's work.
 #pragma once
 #include <memory>
 
@@ -15,12 +15,13 @@ struct CudaTransforms {
   LayoutLauncher launcher;
 };
 
-// Makes `stream` wait for `fence` or, if that is null, for the work enqueued on the engine's stream so far.
-// Returns an error, or an empty string on success. Precondition: the GPU is current.
+// Makes `stream` wait for `fence` or, if `fence` is null, for the work enqueued on the inference engine's
+// stream so far. Returns an error message, or an empty string on success. Precondition: the GPU is current.
 std::string fence_stream(const CudaTransforms& on, cuda::StreamHandle stream, StreamEvent* fence);
 
 // Makes the transformer of one transfer. Throws CapacityError if the GPU cannot be made current or no stream
-// can be made, and what TransformTables throws. All other failures are reported by batches.
+// can be made, and what the constructor of TransformTables throws. All other failures appear in the results
+// of batches.
 std::unique_ptr<Transformer> cuda_transformer(const CudaTransforms& on, const PageMap& map, bool into_pool,
                                               int32_t max_pages, StreamEvent* fence);
 

@@ -12,8 +12,8 @@ std::string GpuMemory::allocate(void** memory, size_t bytes) const {
   return error;
 }
 
-// This function and PinnedMemory::release() ignore errors: at exit the driver may already be unloaded, and
-// has then freed the memory.
+// This function and PinnedMemory::release() ignore errors: when the process exits, the driver may already be
+// unloaded, and the memory is then already freed.
 void GpuMemory::release(void* memory) const { driver->mem_free(reinterpret_cast<uintptr_t>(memory)); }
 
 std::string PinnedMemory::allocate(void** memory, size_t bytes) const {

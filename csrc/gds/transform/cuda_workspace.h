@@ -1,5 +1,5 @@
 // The stream, events and small buffers that one transfer's transforms need on a GPU. They are kept for later
-// transfers.
+// transfers, too.
 #pragma once
 #include <array>
 #include <memory>
@@ -14,13 +14,13 @@
 
 namespace flexkv {
 
-// Allocates memory of the current GPU, for GrowingBuffer.
+// The memory type of a GrowingBuffer in the current GPU's memory.
 struct GpuMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
   void release(void* memory) const;
 };
-// Allocates pinned host memory, which the GPU can access, for GrowingBuffer.
+// The memory type of a GrowingBuffer in pinned host memory, which the GPU can access.
 struct PinnedMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
@@ -47,8 +47,8 @@ struct CudaWorkspace {
   std::string error;  // why the workspace cannot be used; empty if it can
 };
 
-// Keeps workspaces between transfers. This object may outlive its TransformDevice while a transformer uses
-// it.
+// Keeps workspaces between transfers. This object may outlive the TransformDevice that made it, as long as a
+// transformer uses it.
 class WorkspacePool {
  public:
   explicit WorkspacePool(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
@@ -56,8 +56,8 @@ class WorkspacePool {
   WorkspacePool(const WorkspacePool&) = delete;
   WorkspacePool& operator=(const WorkspacePool&) = delete;
   const std::shared_ptr<cuda::Device>& device() const { return device_; }
-  // Returns a kept workspace or makes a new one. Precondition: the GPU is current. Throws CapacityError if no
-  // workspace can be made.
+  // Returns a workspace that put() has kept, or a new one. Precondition: the GPU is current. Throws
+  // CapacityError if no workspace can be made.
   std::unique_ptr<CudaWorkspace> take();
   // Keeps a workspace for a later take(), or destroys it if it has an error. Precondition: the work on the
   // workspace's stream has finished.

@@ -1,4 +1,4 @@
-// A buffer that only grows, and frees no memory while it is in use.
+// A buffer that never shrinks, and that frees memory only in its destructor.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -7,9 +7,10 @@
 
 namespace flexkv {
 
-// Memory that the buffer has outgrown is freed only in the buffer's destructor, because freeing device memory
-// waits for all work on the device, including the work of other transfers and of the engine. `Memory` has
-// allocate(void**, size_t), which returns an error or an empty string, and release(void*).
+// When the buffer grows, its old memory is not freed before the buffer's destructor runs, because freeing
+// device memory waits for all work on the device, including the work of other transfers and of the inference
+// engine. `Memory` has allocate(void**, size_t), which returns an error message or an empty string, and
+// release(void*).
 template <typename Memory>
 class GrowingBuffer {
  public:
@@ -19,11 +20,12 @@ class GrowingBuffer {
   }
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
-  // Makes the buffer at least `bytes` large. Growing loses the content. Returns an empty string, or an error
-  // if there is not enough memory; then the buffer is unchanged.
+  // Makes the buffer at least `bytes` large. If the buffer grows, its content is lost. Returns an empty
+  // string on success. If there is not enough memory, returns an error message and leaves the buffer
+  // unchanged.
   std::string reserve(size_t bytes) {
     if (bytes <= bytes_) return {};
-    // The size at least doubles, so that all outgrown memory together is smaller than the memory in use.
+    // The size at least doubles, so that all old memory together is smaller than the memory in use.
     const size_t grown = std::max(bytes, 2 * bytes_);
     void* memory = nullptr;
     std::string error = source_.allocate(&memory, grown);

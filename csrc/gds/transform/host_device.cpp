@@ -19,17 +19,19 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes, a multiple of a leaf. How much is digested at once, before it is copied: enough that the fence
-// after each copy costs little, and little enough to stay in the L2 cache.
+// Unit: bytes; a multiple of a leaf's size. A run is digested and copied in steps of this size. A step is
+// large enough that the fence after each copy costs little, and small enough to stay in the L2 cache between
+// the two operations.
 constexpr int64_t kDigestStepBytes = 64 << 10;
-// Unit: bytes. The alignment that huge pages need. With I/O buffers on huge pages, disks are twice as fast.
+// Unit: bytes. The alignment that huge pages need. Disk I/O is twice as fast if its buffers are on huge
+// pages.
 constexpr int64_t kHugePageBytes = 2 << 20;
 
 class HostTransformer : public Transformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
-  // Does the work in the caller's thread, while the disks' threads continue.
+  // The batch is processed in the caller's thread, while the disks' threads continue.
   void launch(std::span<const TransformPage> pages) override {
     BatchResult result;
     for (const TransformPage& page : pages) {
@@ -86,8 +88,8 @@ class HostTransformer : public Transformer {
   std::deque<BatchResult> done_;  // results of finished batches that wait() has not returned yet
 };
 
-// Asks the kernel whether a byte can be read. Only EFAULT means that it cannot; other errors say nothing
-// about the byte.
+// Returns whether a byte can be read, according to the kernel. Only EFAULT means that it cannot be read;
+// other errors say nothing about the byte.
 bool readable(const char* byte) {
   char copy = 0;
   const iovec here{&copy, 1}, there{const_cast<char*>(byte), 1};
@@ -100,8 +102,8 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
-    // Refuses to allocate more than the available memory: if memory is overcommitted, the first touch could
-    // invoke the OOM killer.
+    // Refuses to allocate more than the available memory: if memory is overcommitted, the first access to the
+    // new memory could invoke the OOM killer.
     const MemoryLimit limit = machine_memory_limit();
     if (bytes > limit.available_bytes) {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
@@ -113,17 +115,17 @@ class HostTransformDevice : public TransformDevice {
     void* memory = std::aligned_alloc(static_cast<size_t>(unit), size);
     if (memory == nullptr)
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging");
-    // This is only advice: if the kernel refuses it, the buffer works, but is slower.
+    // madvise is only advice: if it fails, the buffer works, but is slower.
     if (huge) static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
-    std::memset(memory, 0, size);  // touches all pages, so that no transfer has to
+    std::memset(memory, 0, size);  // touches all pages, so that transfers do not have to wait for page faults
     return memory;
   }
   void release(void* memory) override { std::free(memory); }
 
   std::string bind_thread() override { return {}; }
   std::string while_current(const std::function<std::string()>& work) override { return work(); }
-  // Batches have one page. Transforms run in the caller's thread, so with small batches the disks start and
-  // finish sooner.
+  // A batch has one page. Transforms run in the caller's thread, so with small batches the disks can start
+  // sooner.
   int32_t batch_pages(int32_t) const override { return 1; }
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     copy_run(dst, src, static_cast<size_t>(bytes));
@@ -134,8 +136,9 @@ class HostTransformDevice : public TransformDevice {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
     const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
-    // msync with MS_ASYNC writes nothing and only shows whether all of the memory is mapped. Memory that is
-    // reserved without access counts as mapped, too, so the first and last byte are also read.
+    // A call of msync with MS_ASYNC writes nothing and only shows whether all of the memory is mapped. Memory
+    // that is reserved without access rights counts as mapped, too, so the first and the last byte are also
+    // read.
     const bool mapped = end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0;
     const auto* first = static_cast<const char*>(memory);
     if (mapped && readable(first) && readable(first + bytes - 1)) return {};

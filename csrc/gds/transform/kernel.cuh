@@ -6,8 +6,8 @@
 namespace flexkv {
 namespace {
 
-// nvcc compiles end_leaf(), and with it these functions, for the host, too. The host versions are never
-// called.
+// The atomic operations that end_leaf() needs. nvcc compiles end_leaf(), and therefore these functions, for
+// the host, too. The host versions are never called.
 struct GpuAtomics {
   __host__ __device__ static uint64_t add(uint64_t* value, uint64_t amount) {
 #if defined(__CUDA_ARCH__) || defined(FLEXKV_EMULATED_CUDA)
@@ -37,7 +37,7 @@ __device__ inline void add_from(LaneSums& sums, int distance) {
   sums.words += __shfl_down_sync(kAll, sums.words, distance);
 }
 
-// Returns the leaf's folded value in lane 0; other lanes' results are meaningless.
+// In lane 0, returns the leaf's folded value; the results in other lanes are meaningless.
 // csrc/testing/transform_lanes.cpp computes the same value with an array.
 __device__ inline uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {

@@ -9,8 +9,8 @@ namespace flexkv {
 namespace {
 
 constexpr int kTransformThreads = kFullBlockThreads;
-// How many thread blocks fit on a multiprocessor: with 64 registers per thread, one block uses all registers
-// of the multiprocessor.
+// How many thread blocks fit on a multiprocessor. With 64 registers per thread, one thread block uses all
+// registers of the multiprocessor.
 constexpr int kTransformBlocksPerMultiprocessor = 1;
 
 cudaError_t enqueue(const TransformBatch& batch, int most_blocks, cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit at build time. The code that plans
-// a launch, and makes it wait for the engine, is in every build.
+// Starts layout transforms on a GPU. Only the code of the launch itself needs a CUDA toolkit at build time.
+// The code that plans a launch, and makes it wait for the inference engine, is in every build.
 #pragma once
 #include <string>
 
@@ -9,8 +9,8 @@
 namespace flexkv {
 
 // A function that enqueues one batch, whose arrays are in the current GPU's memory, on `stream` (a CUstream).
-// The batch runs on as many of the GPU's `multiprocessors` as `grid` says. Returns an error, or an empty
-// string on success.
+// The batch runs on as many of the GPU's `multiprocessors` as `grid` says. Returns an error message, or an
+// empty string on success.
 using LayoutLauncher = std::string (*)(const TransformBatch& batch, TransformGrid grid, int multiprocessors,
                                        void* stream);
 

@@ -18,7 +18,7 @@ TransformMode mode_of(bool into_pool, bool digests, bool in_place) {
 
 TransformTables::TransformTables(const PageMap& map, bool into_pool)
     : digest_offset(map.digest_offset()), mode(mode_of(into_pool, map.has_digests(), map.in_place())) {
-  // Each run has a digest of its own. Without digests, contiguous runs move as one segment.
+  // Each run has a digest of its own. Without digests, contiguous runs are moved as one segment.
   for (const Segment& run : map.has_digests() ? map.runs() : map.segments()) {
     const int64_t count = (run.run_bytes + kLeafBytes - 1) / kLeafBytes;
     if (count + static_cast<int64_t>(leaves.size()) > INT32_MAX) {

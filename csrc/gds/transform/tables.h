@@ -17,8 +17,8 @@ struct TransformTables {
   TransformMode mode;
 };
 
-// Returns a batch that points to `tables`, which must outlive it. The caller sets pages, num_pages, progress
-// and bad_run.
+// Returns a batch that points to `tables`, which must outlive the batch. The caller sets pages, num_pages,
+// progress and bad_run.
 TransformBatch host_batch(const TransformTables& tables);
 
 }  // namespace flexkv

@@ -26,8 +26,8 @@ class Allocation {
   void* memory_;
 };
 
-// Up to these limits, products of the caller's numbers stay far from overflow. A larger number is a mistake
-// by the caller.
+// The maximum values of the caller's numbers. Up to these limits, products of the numbers are far from
+// overflow. A larger number is a mistake by the caller.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 constexpr int32_t kMostLayers = 1 << 16;
 constexpr int32_t kMostRepeats = 1 << 20;
@@ -88,7 +88,7 @@ std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTr
     const auto start = Clock::now();
     require(device.copy(slots.at(0), pool.at(0), total));
     time.copy_s = seconds_since(start);
-    // The copy has overwritten the digests, so they are written again if the next round checks them.
+    // The copy has overwritten the digests. If the next round checks digests, they have to be written again.
     if (what.into_pool) run(*device.transformer(map, false, count));
     if (i > 0) times.push_back(time);
   }

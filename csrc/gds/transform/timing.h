@@ -1,5 +1,5 @@
-// Measures the layout transform, and for comparison a plain copy on the same device, for `flexkv bench
-// transfer`.
+// Measures how long the layout transform takes, and for comparison a plain copy on the same device, for
+// `flexkv bench transfer`.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -19,12 +19,12 @@ struct TimedTransform {
 
 struct TransformTime {
   double transform_s = 0;
-  double copy_s = 0;  // the time of the device's own copy of the same number of bytes
+  double copy_s = 0;  // duration of the device's own copy of the same number of bytes
 };
 
-// Returns one entry per repeat. Transform and copy alternate. The first transform and the first copy are not
-// counted. Throws ConfigError if a number is out of range, CapacityError if there is not enough memory, and
-// TransferError if a transform fails.
+// Measures `repeats` transforms and copies in alternation, and returns one entry per repeat. The first
+// transform and the first copy are not counted. Throws ConfigError if a number is out of range, CapacityError
+// if there is not enough memory, and TransferError if a transform fails.
 FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                                         int32_t repeats);
 
