@@ -282,8 +282,9 @@ class Completion:
 
 
 class CacheListener:
-    """Base class of listeners. A manager calls their methods, in order, when blocks become visible in host memory or on
-    the unit's own disks and when they are removed. In this base class the methods do nothing."""
+    """Base class of listeners. A manager calls the methods of all its listeners, one listener after the other, when
+    blocks become visible in host memory or on the unit's own disks and when they are removed. In this base class the
+    methods do nothing."""
 
     def on_publish(self, group: int, keys: Keys) -> None:
         """Called when blocks have become visible in host memory."""

@@ -80,7 +80,7 @@ class LocalCacheManager(CacheManager):
         tables: the records that all parts of the manager share.
         promises: the promises and waits of requests.
         choice: decides which pages are fetched and which the engine computes.
-        work: ops between host memory and the other tiers, for the code that runs them.
+        work: hands the ops between host memory and the other tiers to the code that runs them.
 
     Raises:
         ConfigError: a group or limit is out of range; the message names it.

@@ -46,7 +46,7 @@ def require(holds: bool, what: str) -> None:
 
     Args:
         holds: whether the manager kept the rule.
-        what: what the manager did if it broke the rule.
+        what: text that says how the manager broke the rule.
 
     Raises:
         RuleBroken: the rule does not hold.

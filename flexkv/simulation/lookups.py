@@ -1,4 +1,5 @@
-"""Lookups and loads of a simulation. Compares the manager's promises and planned loads with those of the model."""
+"""Makes the lookups and loads of a simulation, and compares the manager's promises and planned loads with those of the
+model."""
 
 from __future__ import annotations
 

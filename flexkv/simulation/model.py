@@ -120,7 +120,8 @@ class Model:
         return pages
 
     def tail(self, tails: Sequence[dict[int, bytes]], pages: int) -> int:
-        """Returns the tokens of the longest partial tail that may be promised after `pages` pages; 0 for none.
+        """Returns the number of tokens of the longest partial tail that may be promised after `pages` pages; 0 for
+        none.
 
         Args:
             tails: for each group, the keys of its tails by number of tokens.

@@ -1,9 +1,9 @@
-"""The blocks that each live request has used, so that they can be marked as used together.
+"""Records which blocks each live request has used, so that all of them can be marked as used together.
 
 A request stores its blocks chunk by chunk. If only age counted, its first chunk would be evicted first, and its other
 blocks would be useless without that chunk. So all its blocks are marked as used, in order, whenever their number has
 doubled and once at the request's end. This costs O(1) per block. The entries recorded here are not pinned. If an entry
-was reused meanwhile, another block is marked as used, which does no harm.
+was given to another block meanwhile, that block is marked as used, which does no harm.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pages in host memory: the slot of each key, the pages that are being fetched, and the listeners that are notified
-of changes.
+"""Manages the pages in host memory: records the slot of each key and which pages are being fetched, and notifies
+listeners of changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RESERVE_FROM_SLOTS = 4096
 """Pools with fewer slots keep no reserve of free slots, because a small pool needs every slot and evicts few pages."""
 
 RESERVE_SHARE = 64
-"""In larger pools, one slot in this many is kept free."""
+"""In pools with at least RESERVE_FROM_SLOTS slots, one slot in this many is kept free."""
 
 RESERVE_MAX_PAGES = 16_384
 """Maximum number of slots kept free: enough for two prompts of 128k tokens with 16 tokens per block."""
 
 REFILL_PAGES = 512
-"""When an op ends, at most this many pages are evicted, or as many pages as the op has if that number is larger.
-Evicting 512 pages takes about 20 us."""
+"""When an op ends, at most this many pages are evicted to keep slots free; if the op has more pages, at most as many as
+it has. Evicting 512 pages takes about 20 us."""
 
 
 def reserve_pages(up_slots: int) -> int:
@@ -107,7 +107,7 @@ class Hub:
         times: the expiry times of the pages.
         expired: keys of pages that expired recently in any tier.
         owners: the groups with slots of their own, ascending.
-        listeners: objects that are notified of pages that become visible or are removed, in this order.
+        listeners: objects that are notified, one after the other, when pages become visible or are removed.
         board: memory in which peers see the pages in the slots; None if there are no peers.
 
     Raises:

@@ -348,7 +348,7 @@ class OpTable:
         return self._counts.get((role, tier), 0)
 
     def any_of(self, role: OpRole) -> bool:
-        """Whether ops of a role have pages in flight."""
+        """Whether ops of this role have pages in flight."""
         return self._all_pages[role] > 0
 
     def get(self, op_id: OpId) -> Op:
@@ -390,7 +390,7 @@ class OpTable:
         return np.concatenate(targets) if targets else NO_BLOCKS
 
     def entries_read(self, tier: TierId, group: int) -> EntryIds:
-        """Returns those of a group's entries in a tier's index whose pages are being read by loads or fetches."""
+        """Returns the group's entries in the tier's index whose pages are being read by loads or fetches."""
         reads = [
             op.entries
             for op in self

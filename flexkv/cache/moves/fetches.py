@@ -37,7 +37,7 @@ class WantedPages:
 
     Attributes:
         keys: keys of the pages, shape [pages, KEY_BYTES].
-        runs: the leased runs of the pages, perhaps only of the leading pages.
+        runs: where the pages are; each run is leased. May cover only the leading pages.
     """
 
     group: int

@@ -15,8 +15,8 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
-"""Maximum number of pages in the writes that one call plans because the tier is idle or the pages are to be evicted.
-Planning these writes then takes at most tens of us of a step."""
+"""If one call plans writes because the tier is idle or because pages are to be evicted, these writes have at most this
+many pages. Planning these writes then takes at most tens of us of a step."""
 
 LEAVE_SHARE = 16
 """In the write modes BACK and EVICT, one host slot in this many is kept free, so that a store finds free slots without
@@ -275,9 +275,9 @@ class WriteQueue:
         return entries[without]
 
     def _make_room(self, owner: int) -> None:
-        """Frees host slots of the group, if fewer are free than LEAVE_SHARE demands. Takes the pages that would be
-        evicted next. Evicts at once the pages that the tier has or must not get. Plans writes of the other pages, which
-        are evicted when they are written.
+        """Frees host slots of the group, if fewer are free than LEAVE_SHARE demands. Chooses the pages that would be
+        evicted next. Those that the tier has or must not get are evicted at once. The other pages are written, and
+        evicted after that.
         """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)

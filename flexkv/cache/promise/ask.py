@@ -23,7 +23,7 @@ class Ask(NamedTuple):
         tail: per group, candidates for the tail after the last whole block; None if no tail may be promised.
         tiers: numbers of the tiers behind host memory whose pages the request may use.
         room_pages: maximum number of pages that may be promised.
-        straight: whether pages may be promised for straight loads from their tier.
+        straight: whether pages may be promised that are then loaded straight from their tier to engine blocks.
         settings: the caller's settings for the request. The other attributes already respect them.
         bound: the reason why keys that the engine asked for are missing from `keys`; None if none are missing.
     """

@@ -1,4 +1,4 @@
-"""The promises and waits of requests, from the lookup (or a prefetch before it) to the load."""
+"""Manages the promises and waits of requests, from the lookup (or a prefetch before it) to the load."""
 
 from __future__ import annotations
 

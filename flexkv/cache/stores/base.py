@@ -1,5 +1,5 @@
-"""Contracts of store planning: an adapter's reports about requests, steps and the engine's pool, and the results of a
-store planner.
+"""The types through which adapters and store planners work together: the adapter's reports about requests, steps and
+the engine's pool, and the planner's results.
 
 An adapter reports which tokens of a request are certain, which blocks the engine is about to reuse, and which tokens a
 step computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
@@ -68,7 +68,7 @@ class BlockTable:
     has_pending: bool = False
 
     def blocks(self, first: int, end: int) -> BlockIds:
-        """Returns the engine's numbers of blocks [first, end), int32."""
+        """Returns the numbers by which the engine identifies blocks [first, end) of the request, int32."""
         return np.array(self.ids[first:end], dtype=np.int32)
 
 
@@ -239,7 +239,7 @@ class StoreWatch:
         return 1 << 31
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
-        """Watches the blocks of a store in flight that a request holds or is about to lose.
+        """Watches the blocks of a store in flight. A request holds these blocks or is about to lose them.
 
         Args:
             holder: id of the request if it holds the blocks until `release`; None if the engine may reuse them earlier.
@@ -247,8 +247,8 @@ class StoreWatch:
         self.ops[op_id] = blocks
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches the blocks of a store in flight that no request holds. They keep their hash until the engine reuses
-        them."""
+        """Watches the blocks of a store in flight. No request holds these blocks. They keep their hash until the engine
+        reuses them."""
         self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:

@@ -1,5 +1,5 @@
-"""Eager stores: each block of a prompt is offered as soon as the step that completes it is planned. Generated blocks
-are offered several at a time. Windows, chunks and states are offered at the boundaries that a step reaches
+"""Plans eager stores: each block of a prompt is offered as soon as the step that completes it is planned. Generated
+blocks are offered several at a time. Windows, chunks and states are offered at the boundaries that a step reaches
 (`boundary_stores.py`).
 
 If there is no slot or queue entry for a block of full attention, the block is pending. It is offered again at every
@@ -179,7 +179,7 @@ class EagerStores(RequestStores):
         return self._generated_blocks if generated else 1
 
     def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yields the ranges [first, end) of a group's blocks between the cursor and `end` without any token that the
+        """Yields the ranges [first, end) of a group's blocks between the cursor and `end`, that have no token that the
         caller keeps out of the cache."""
         first, block = request.tables[group].cursor, self._groups[group].block_tokens
         while first < end:

@@ -1,5 +1,5 @@
-"""Lazy stores: blocks are stored when the engine is about to reuse them, which the engine's free queue shows. When a
-request ends, its blocks that the next step may reuse before the queue is read again are stored too."""
+"""Plans lazy stores: blocks are stored when the engine is about to reuse them, which the engine's free queue shows.
+When a request ends, its blocks that the next step may reuse before the queue is read again are stored too."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class LazyStores(RequestStores, CacheListener):
     def _note_key_parts(self, request: StoreRequest) -> None:
         """Records how to make the keys of the blocks that the request did not find in the engine's own cache. This is
         needed because a block's hash does not always identify its content. The hash contains neither the content of a
-        LoRA adapter nor the caller's namespace, and the names of inputs in it may be valid only in this run of the
-        engine."""
+        LoRA adapter nor the caller's namespace, and the names of inputs that it contains may be valid only in this run
+        of the engine."""
         own = request.block_ids[request.own_from :]
         if not request.has_own_names:
             for block in own if self._key_parts else ():
@@ -226,8 +226,8 @@ class LazyStores(RequestStores, CacheListener):
 
     def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
         """Plans stores of an ending request's last blocks, as many as the engine may reuse in the next step before the
-        free queue is read again. In a small pool these may be all its blocks. As for blocks of live requests,
-        `store.max_reference_share` does not limit the number of blocks.
+        free queue is read again. In a small pool these may be all its blocks. `store.max_reference_share` limits
+        neither the number of these blocks nor that of live requests' blocks.
         """
         if request.stale:
             return None

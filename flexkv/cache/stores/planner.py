@@ -91,8 +91,8 @@ class RequestStores(StorePlanner):
 
     @property
     def places(self) -> int:
-        """Number of further stores for which the queue of every rank has an entry for sure. A store occupies an entry
-        in each rank's queue until the rank reports the store.
+        """Number of further stores for which the queue of every rank certainly has a free entry. A store occupies an
+        entry in each rank's queue until the rank reports the store.
         """
         return self.parts.queue_ops - len(self._watch.ops)
 

@@ -223,7 +223,8 @@ class Source(ABC):
         return None
 
     def expiries_there(self, group: int, keys: Keys) -> Expiries | None:
-        """Returns when the tier's page of each key expires; NEVER if the tier lacks the page. None if none expires."""
+        """Returns when the tier's page of each key expires; NEVER if the tier lacks the page. None if no page of the
+        tier expires."""
         return None
 
 

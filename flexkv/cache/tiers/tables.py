@@ -84,7 +84,7 @@ class CacheTables:
         request may have loaded it from that tier.
 
         Args:
-            expiry: Unix time in seconds at which the storing request lets its pages expire; NEVER if it does not.
+            expiry: Unix time in seconds at which the storing request's pages expire; NEVER if they do not expire.
         """
         expiries: Expiries | int | None = None if expiry == NEVER else expiry
         for tier in self.tiers[1:]:

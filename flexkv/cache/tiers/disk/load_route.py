@@ -40,8 +40,8 @@ class GdsUse(Enum):
 
 
 class GdsLoads(StraightLoads):
-    """Plans GDS_READ ops for the part of a promise that is on the disks, records their results, and measures their
-    times.
+    """Plans straight loads (GDS_READ ops) of the part of a promise that is on the disks, records their results, and
+    measures their times.
 
     Args:
         use: WHERE_FASTER or ALWAYS.

@@ -119,7 +119,8 @@ class DiskPages(StoredTier, Sink):
 
         Args:
             tokens: number of valid tokens of each page.
-            expiries: when the pages expire; None if no request has set a time. They expire after `ttl_s` at the latest.
+            expiries: when the pages expire; None if no request has set a time. All pages expire after `ttl_s` at the
+                latest.
 
         Returns:
             Positions of the keys that got a slot, their entries (pinned until `end_write`), their slots and their tags.

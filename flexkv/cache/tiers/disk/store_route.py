@@ -32,8 +32,8 @@ NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class GdsStores(StoreRoute):
-    """Plans GDS_WRITE ops and then DISK_SEAL ops, and records the results of all these ops. Blocks that are in host
-    memory are not stored.
+    """Plans straight stores (GDS_WRITE ops) and then seals (DISK_SEAL ops), and records the results of all these ops.
+    Blocks that are in host memory are not stored.
 
     A block that is being read from disk is not stored on disk again. But the read may fail, and the engine offers a
     block only once. So the block is stored in host memory. If the read finds the page on disk bad, the block is written

@@ -72,8 +72,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
     """The remote tier. Its `presence` contains pages that the store recently said it has, and pages that this unit has
     written to the store.
 
-    For lookups, an entry counts until its answer expires. For `known`, which decides which pages are written, it counts
-    until the store says that it does not have the page.
+    For lookups, an entry counts until the store's answer expires. For `known`, which decides which pages are written,
+    an entry counts until the store says that it does not have the page.
 
     Args:
         facts: limits and modes; see `TierFacts`.
@@ -110,7 +110,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
             return False
         only_one = len(asked) == 1 and self._whole[0]
         keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
-        # The candidates of a tail are not a chain: the store must look for all, not only up to the first absent one.
+        # The candidates of a tail are independent: the store must look for all of them, not stop at the first absent
+        # one.
         whole = self._whole if tokens is None else [False] * len(keys)
         if not self._lane.ask(op_id, keys, whole):
             return False
@@ -118,9 +119,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return True
 
     def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
-        """Cuts the keys to the number that one question may contain. The keys of FULL groups are taken first. The
-        remaining number goes to the other groups' keys, the last key first, because the longest hit needs the last
-        pages of these groups.
+        """Cuts the keys to the number that one question may contain. The keys of FULL groups are taken first. The other
+        groups' keys fill the remaining number, the last key first, because the longest hit needs the last pages of
+        these groups.
         """
         keys, room = list(asked), MOST_ASKED
         for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):

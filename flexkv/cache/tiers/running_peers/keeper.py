@@ -28,7 +28,7 @@ class DepartedPeers(Protocol):
     """The part of `flexkv.peers.share.PeerShare` that says which peers have ended.
 
     Attributes:
-        departed: numbers of ended peers whose memory can still be read.
+        departed: numbers that identify ended peers whose memory can still be read.
     """
 
     departed: tuple[int, ...]
