@@ -99,7 +99,7 @@ class LayerStores:
     graph.
 
     Attributes:
-        busy: whether stores of a step have begun and the step's forward pass has not finished.
+        busy: whether store operations of a step have begun and the step's forward pass has not finished.
     """
 
     def __init__(self, ops: RankOps) -> None:
@@ -144,7 +144,7 @@ class LayerStores:
             self._ops.open_layers(op_ids, self._layers)
 
     def abandon(self) -> None:
-        """Gives up the stores if their forward pass never finished. Called when the next step begins."""
+        """Gives up the store operations if their forward pass never finished. Called when the next step begins."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         for op_id in op_ids:
             self._ops.give_up(op_id, NOT_FINISHED)

@@ -147,7 +147,7 @@ class RankOps:
         """Submits a store operation. If the lane's queue is full, the operation is dropped and reported as cancelled.
 
         Args:
-            urgent: whether a forward pass waits for the store to finish.
+            urgent: whether a forward pass waits for the operation to finish.
             gated: whether a forward pass has yet to write the blocks. If so, no layer is copied before `open_layers`
                 opens it.
             after: see `submit_load`.
@@ -170,7 +170,7 @@ class RankOps:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
 
     def _refused_store(self, op: TransferOp) -> OpResult:
-        """The result of a refused store. The scheduler's side counts the lost pages, once for all ranks."""
+        """The result of a refused store op. The scheduler's side counts the lost pages, once for all ranks."""
         if self.released:
             return OpResult.cancelled(op.op_id, op.pages, self.released, PageLoss.RELEASED)
         if self.refusal:
@@ -178,7 +178,7 @@ class RankOps:
         return OpResult.cancelled(op.op_id, op.pages, "the store lane's queue is full", PageLoss.BUSY)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
-        """Lets gated stores copy layers 0 to `layers` - 1, which the forward pass has written. Stores that have already
+        """Lets gated store ops copy layers 0 to `layers` - 1, which the forward pass has written. Ops that have already
         finished are skipped."""
         tickets = {self._ops[op_id].ticket for op_id in op_ids if op_id in self._ops}
         if tickets:
@@ -231,8 +231,8 @@ class RankOps:
         self._finish([job.graph for job in jobs], ends_s, "a load")
 
     def finish_store(self, graph: TransferGraph) -> None:
-        """Waits until a store has finished, or has been cancelled after `load.deadline_s`. When this returns, the store
-        no longer reads the engine's blocks, so the engine may overwrite them.
+        """Waits until a store operation has finished, or has been cancelled after `load.deadline_s`. When this returns,
+        the operation no longer reads the engine's blocks, so the engine may overwrite them.
 
         Raises:
             ClosedError: a copy neither finished nor could be cancelled, so its blocks may still be read at any time.
@@ -278,8 +278,8 @@ class RankOps:
         return True
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
-        """Waits up to `transfer.stuck_s` for stores to finish. If an op has not finished by then, all its pages count
-        as torn, because the engine may write their blocks while the copy reads them."""
+        """Waits up to `transfer.stuck_s` for store operations to finish. If an op has not finished by then, all its
+        pages count as torn, because the engine may write their blocks while the copy reads them."""
         ends_s = time.monotonic() + self._config.transfer.stuck_s
         for graph in graphs:
             for op in graph.ops:

@@ -80,7 +80,7 @@ class RankReports:
 
         Args:
             step: number of the last forward pass that had been ordered when the op was submitted.
-            load: the job that the op belongs to; None for a store.
+            load: the job that the op belongs to; None for a store op.
         """
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):

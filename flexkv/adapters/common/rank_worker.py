@@ -96,7 +96,7 @@ class RankWorker:
 
     def take_pool(self, groups: Sequence[RankPool]) -> None:
         """Registers the engine's pool, given by KV group. The pool's tensors are kept alive as long as a copy may touch
-        them. If several ranks hold the same bytes, only the first of them stores.
+        them. If several ranks hold the same bytes, only the first of them stores pages.
 
         If this rank already serves a unit, that unit was made for an earlier pool. The rank then refuses every later
         op, so that a block number of the earlier pool is never mistaken for a block of the new pool.

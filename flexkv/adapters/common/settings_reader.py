@@ -3,7 +3,7 @@ does not make the request fail.
 
 No engine lets its connector check the fields while the request can still be refused, and an exception in vLLM's
 scheduler ends the engine with all its requests. So an unreadable setting is logged as a warning and counted. If the
-setting would restrict storing or sharing, the request is kept out of the cache, because a store cannot be undone.
+setting would restrict storing or sharing, the request is kept out of the cache, because storing cannot be undone.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class SubmittedOp:
         group: number of the KV group.
         started_s: when the op was submitted (`time.monotonic`).
         step: number of the last forward pass that had been ordered when the op was submitted.
-        load: the job that the op belongs to; None for a store.
-        deadline_s: when the op is given up (`time.monotonic`); infinite for a store and after the op was given up.
+        load: the job that the op belongs to; None for a store op.
+        deadline_s: when the op is given up (`time.monotonic`); infinite for a store op, and after the op was given up.
         torn: positions in the op whose blocks the engine may have written while the copy read them; None if there are
             none.
         given_up: why the op's bytes must not be used, however the op ends; empty while they may be used.

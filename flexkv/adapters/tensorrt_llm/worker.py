@@ -1,5 +1,5 @@
-"""The worker's side: runs one rank's copies. A store, or a load between steps, starts only after the engine has passed
-the request's id to `finished`. A later call of `finished` returns the id to the engine, once."""
+"""The worker's side: runs one rank's copies. A store operation, or a load between steps, starts only after the engine
+has passed the request's id to `finished`. A later call of `finished` returns the id to the engine, once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Awaited:
-    """A load or store of a request, from the moment when the engine passes the request's id to `finished` until
-    `finished` returns the id.
+    """A load or store operation of a request, from the moment when the engine passes the request's id to `finished`
+    until `finished` returns the id.
 
     Attributes:
         started: whether the order has arrived and its ops were submitted, or it is certain that no order will arrive.
@@ -176,7 +176,7 @@ class WorkerSide(RankWorker):
         self.layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Starts the stores and loads of requests that the engine passes here for the first time.
+        """Starts the load and store operations of requests that the engine passes to this method for the first time.
 
         The id of a load that lost blocks is not returned, because the engine would count the blocks as loaded. The
         request waits until the engine cancels it.
@@ -186,7 +186,7 @@ class WorkerSide(RankWorker):
             loading: ids of requests whose loads between steps may start.
 
         Returns:
-            The ids of requests whose stores have finished, and of those whose loads have finished, each once.
+            The ids of requests whose store operations have finished, and of those whose loads have finished, each once.
         """
         self._saves.update((int(request_id), Awaited()) for request_id in saving)
         self._loads.update((int(request_id), Awaited()) for request_id in loading)
@@ -263,8 +263,8 @@ class WorkerSide(RankWorker):
             if (wanted := self._save_orders.pop(request_id, None)) is not None:
                 save.started = True
                 if request_id not in self._loads:
-                    # The engine passes the id of a load no later than that of the same request's store, so it will not
-                    # pass the id of a cancelled load any more.
+                    # The engine passes a request's id for loading no later than for storing. So it will not pass the id
+                    # of a cancelled load any more.
                     self._cancelled.discard(request_id)
                 if wanted.graph is not None and wanted.first_step <= self._broken_step:
                     self._dropped(wanted.graph.ops, "a step broke off since it began", PageLoss.BROKEN_STEP)

@@ -1,5 +1,5 @@
 """Reads from vLLM's configuration, once at the engine's start, the facts that the cache needs: the engine's role, its
-sizes, its share of the node, and the modes of loads and stores that it can use."""
+sizes, its share of the node, and the values of `load.mode` and `store.mode` that it can use."""
 
 from __future__ import annotations
 

@@ -290,8 +290,8 @@ class BlendPages:
             room[layer, plane, :, first:end] = rows[: end - first].transpose(0, 1)
 
     def end_capture(self, request: RequestId, asks: NewSegment, end: int) -> None:
-        """Records that all rows before position `end` are captured in all layers. If the segment is complete, begins to
-        store it. Never raises, because the other ranks would wait for this one in the next step's collectives. If an
+        """Records that all rows before position `end` are captured in all layers. If the segment is complete, starts
+        storing it. Never raises, because the other ranks would wait for this one in the next step's collectives. If an
         error occurs, the segment is lost instead.
         """
         capture = self._captures[request]
