@@ -157,9 +157,9 @@ class Announcements(CacheListener):
         self._book: EventBook | None = None
 
     def open_book(self, path: Path, identity: bytes) -> None:
-        """Opens the book, the file that lists the pages on the disks with their records. Starts a thread that reads an
-        earlier process's entries from the book and writes entries for the next process. Must be called before any page
-        leaves the disks.
+        """Opens the event book, the file that lists the pages on the disks with their records. Starts a thread that
+        reads an earlier process's entries from the book and writes entries for the next process. Must be called before
+        any page leaves the disks.
 
         Args:
             path: path of the file, in the folder of the slabs (the files that hold the pages).
@@ -244,8 +244,8 @@ class Announcements(CacheListener):
                 page.generation = generation
                 if page.lasts:
                     entries.append(page.entry(key))
-        # The pages must be recorded as on disk before `put`, because the book's thread leaves out all pages not so
-        # recorded when it rewrites the file.
+        # The pages must be recorded as on disk before `put`, because the book's thread, when it rewrites the file,
+        # leaves out every page that is not recorded as on disk.
         self._appeared(rows, Medium.DISK)
         if entries and self._book is not None:
             self._book.put(entries)
@@ -341,9 +341,9 @@ class Announcements(CacheListener):
     ) -> None:
         """Records those pages from the event book that are on disk or in host memory.
 
-        If a page left the disk and was stored again before a crash, the disk index may still list the older page. That
-        page's slot may hold a different page by now. Even if the slot still holds the older page, that page would be
-        served without being announced. Therefore this method makes the disks forget the older page.
+        If a page left the disk and was stored again before a crash, the disk index may still list the older copy. The
+        slot of that copy may hold a different page by now. Even if the slot still holds the older copy, that copy would
+        be served without being announced. Therefore this method makes the disks forget the older copy.
         """
         keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
         generations = disk.generations(group, keys)
@@ -375,10 +375,10 @@ class Announcements(CacheListener):
             self._book.put(rewritten)
 
     def take(self, unpacked: Callable[[bytes], Record]) -> News:
-        """Returns the announcements since the last call and marks them as announced. For each medium, one call
-        announces at most MOST_STORED pages more than are new in the medium; the remaining pages wait for the next call.
-        The pages of a tier that goes out of use are announced as removed, and again as stored when the tier is back in
-        use.
+        """Returns the announcements since the last call and marks them as announced. The number of pages that one call
+        announces for a medium is at most MOST_STORED plus the number of pages that are new in the medium. The remaining
+        pages wait for the next call. The pages of a tier that goes out of use are announced as removed, and again as
+        stored when the tier is back in use.
 
         Args:
             unpacked: makes a record from the bytes of `Record.packed`, which an earlier process wrote.

@@ -26,8 +26,8 @@ PLAIN_DTYPES = ("float32", "float16", "bfloat16")
 pages."""
 
 HUB_COMMIT = re.compile(r"hub:[^/:@]+(?:/[^/:@]+)?(?P<inside>.*)@(?P<commit>[0-9a-f]{40})")
-"""A model's name on Hugging Face's hub, with its commit. The group `inside` selects one of the repository's models,
-such as `:Q4_K_M`."""
+"""A model's name on Hugging Face's hub, with its commit. The regex group `inside` selects one of the repository's
+models, such as `:Q4_K_M`."""
 
 
 @dataclass(frozen=True, slots=True)

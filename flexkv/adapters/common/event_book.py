@@ -6,7 +6,8 @@ so the caller checks the disk index. If an entry is lost, the only consequence i
 
 After a crash, the index may still list a page whose slot was being overwritten. Therefore the file also records which
 pages left the disks, and each entry has its page's generation, so that the caller can make the disks forget an older
-page. If the record of a page's removal is lost, too, the page stays announced until a request tries to read it.
+copy of the page. If the record of a page's removal is lost, too, the page stays announced until a request tries to read
+it.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ MAX_FOUND = 4
 """Largest number of batches of found pages that may wait for the engine's thread to take them."""
 
 SLACK_RECORDS = 16_384
-"""Records (about 2 MB) that the file may have in addition to RECORDS_PER_PAGE for each page on disk. A file with more
-records is rewritten."""
+"""Number of records (about 2 MB) that the file may have in addition to RECORDS_PER_PAGE records for each page on disk.
+A file with more records is rewritten."""
 
 RECORDS_PER_PAGE = 4
-"""Records that the file may have for each page on disk; see SLACK_RECORDS. While pages come and go, half of the records
-say that a page left."""
+"""Number of records that the file may have for each page on disk; see SLACK_RECORDS. While pages come and go, half of
+the records say that a page left."""
 
 MOST_GROWTH = 8
 """If the file cannot be rewritten, it is emptied when its records exceed this multiple of the number at which the
@@ -314,7 +315,7 @@ class EventBook:
                     raise _Closing
                 for entry in () if frame.startswith(GONE) else _entries_of(frame):
                     # An entry with an older generation is left out: after a crash, the index may still list the older
-                    # page, and the entry would then be trusted.
+                    # copy of the page, and the entry would then be trusted.
                     if entry.key not in kept and self._is_current(entry):
                         kept.add(entry.key)
                         yield STORED, entry.packed()

@@ -31,7 +31,7 @@ def names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
-    """The fields of one of an engine's configuration objects that determine KV. Each field is in exactly one of
+    """The fields that determine KV in one of an engine's configuration objects. Each field is in exactly one of
     `taken`, `elsewhere` and `read`.
 
     Attributes:

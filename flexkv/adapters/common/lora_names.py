@@ -29,7 +29,7 @@ MOST_NAMED_BYTES = 128 << 20
 which the request and the engine's scheduler wait."""
 
 READ_BYTES = 1 << 20
-"""Bytes that are read at a time from a file."""
+"""Number of bytes that are read from a file at a time."""
 
 NO_TIME = 1 << 63
 """A time (unix, ns) later than that of any file."""

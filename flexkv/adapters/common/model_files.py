@@ -4,8 +4,8 @@ quantisation, and the model's Python code.
 The files are read only if the model is a folder or file on this machine. If the model is given by its name on Hugging
 Face's hub, they are not read: which of the hub's files a machine has in its cache depends on what it loaded before, and
 that must not affect a key. The commit that identifies the weights identifies these files too. If the user names the
-weights instead (`identity.model`), the commit enters the key in place of the files; if no commit is known, nothing
-enters it.
+weights instead (`identity.model`), the commit enters the key in place of the files; if no commit is known, the key
+contains neither.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _commit_of(model: str, revision: str | None, named: bool) -> dict[str, str]:
-    """The entry with the hub's commit, which takes the place of files that are not read. Empty if the key contains the
-    commit anyway, if no commit is known, or if the files are on this machine and were read."""
+    """An entry for the key with the hub's commit, which takes the place of files that are not read. Empty if the key
+    contains the commit anyway, if no commit is known, or if the files are on this machine and were read."""
     if not named or revision is None or not PINNED.fullmatch(revision) or Path(model).exists():
         return {}
     return {"commit": revision}

@@ -59,7 +59,7 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
     """A name for the weights that is found without reading their content; empty if there is none.
 
     The folder of a commit in the hub's cache has such a name if its files are links to the cache's blobs: the cache
-    names each blob by a digest of its content, so nobody can edit one in place without breaking the cache. A folder
+    names each blob by a digest of its content, so nobody can edit a blob in place without breaking the cache. A folder
     that has a commit's name but holds the files themselves, such as a copy, is treated like any other folder.
 
     Raises:

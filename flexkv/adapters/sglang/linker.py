@@ -255,8 +255,8 @@ class FlexKVLinker(UnifiedCacheLinker, EngineListener):
     # --- streams ---
 
     def _writer_stream(self) -> int | None:
-        """The stream on which the engine writes the pool's pages; stores and loads start after the work that is
-        enqueued on it. None on a CPU."""
+        """The stream on which the engine writes the pool's pages; load and store operations start after the work that
+        is enqueued on this stream. None on a CPU."""
         if self._cache.device is None or self.forward_stream is None:
             return self._cache.current_stream()
         return stream_address(self.forward_stream)

@@ -17,7 +17,7 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds
 
 HASH_BYTES = 32
-"""Bytes of one page's hash, SHA-256."""
+"""Length in bytes of one page's hash, which is a SHA-256."""
 
 
 def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:

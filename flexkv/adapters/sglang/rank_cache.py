@@ -132,9 +132,9 @@ class RankCache(RankWorker):
         """Leases for `request_id` the leading pages that can be loaded, and returns their number. These are pages in
         host memory and, if `loads_from_disk`, pages on disk.
 
-        Other pages on disk are first read into host memory. This method waits for these reads, for up to `wait_s`
-        seconds, because SGLang cannot be asked to repeat the lookup later. Between two polls it calls `pause`, which
-        may let other threads use this cache. If `pause` raises, the lookup ends.
+        Pages on disk that cannot be loaded directly are first read into host memory. This method waits for these reads,
+        for up to `wait_s` seconds, because SGLang cannot be asked to repeat the lookup later. Between two polls it
+        calls `pause`, which may let other threads use this cache. If `pause` raises, the lookup ends.
         """
         ends_s = time.monotonic() + wait_s
         self.poll()

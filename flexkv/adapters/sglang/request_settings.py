@@ -16,8 +16,8 @@ from flexkv.facts.request_settings import NO_SETTINGS, PREFIX, RequestSettings
 PLACE = "custom_params"
 
 SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "ttl_s", "namespace")
-"""The fields of `RequestSettings` that take effect in SGLang. A limit on stored tokens does not, because SGLang always
-stores a complete node of its tree."""
+"""The fields of `RequestSettings` that take effect in SGLang. A limit on stored tokens has no effect, because SGLang
+always stores a complete node of its tree."""
 
 SERVED_NAMES = tuple(PREFIX + name for name in SERVED)
 

@@ -152,7 +152,7 @@ def _draft_model(speculative: Any) -> str:
 
 def _attention(cache: Any, longest: int | None) -> dict[str, Any]:
     """See `EngineArguments.attention`. The windows of all layers are equal, because `_refuse` refuses engines with
-    different windows. A window of `longest` tokens, the most that a request may have, limits nothing."""
+    different windows. A window of `longest` tokens (the maximum length of a request) limits nothing."""
     given = set(getattr(cache, "max_attention_window", None) or ())
     windows = sorted(window for window in given if not longest or window < longest)
     sinks = getattr(cache, "sink_token_length", None)

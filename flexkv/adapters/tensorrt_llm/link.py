@@ -30,7 +30,8 @@ MAX_STRANGERS = 64
 
 MAX_WAITING_BYTES = 64 << 20
 """Largest number of unsent bytes of one connection, enough for the orders for about a million pages. If there are more,
-the peer has probably stopped reading, and the connection is closed. A longer message is not accepted either."""
+the peer has probably stopped reading, and the connection is closed. A message longer than this is not accepted
+either."""
 
 
 class Wire:
