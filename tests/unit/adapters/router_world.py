@@ -29,7 +29,7 @@ class Router:
     Args:
         misses_one: for control tests. The router ignores one event that reports a removal: the one that removes the
             first block of a prompt from the last medium that has it. If the block is announced again before a request
-            needs it, the router ignores another such event instead.
+            needs it, the router ignores another event of this kind instead.
     """
 
     def __init__(self, misses_one: bool = False) -> None:

@@ -81,7 +81,7 @@ def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
         log.clear()
         engine = make_engine(
             prompt_limit=PromptLimit(tokens, "max_model_len"),
-            # The setting allows that stores of all blocks of the prompt are in flight at the same time.
+            # With this setting, stores of all blocks of the prompt may be in flight at the same time.
             **{"host.bytes": blocks * SLOT_BYTES, "store.max_reference_share": 1.0},
         )
         assert bool(warnings(log)) == warned

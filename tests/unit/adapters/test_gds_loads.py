@@ -115,7 +115,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
     assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
     assert gds_pages(engine) == 5
     assert engine.invalid == set()
-    # With `disk.gds` "auto", GDS is off in this load mode, because a step would wait for a disk.
+    # With `disk.gds` set to "auto", GDS is off in this load mode, because a step would wait for a disk.
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
     assert make_gds(**{"load.mode": mode, "disk.gds": "auto"}).unit.slabs is None
 
@@ -309,8 +309,8 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
 def test_with_auto_slabs_that_nothing_reaches_straight_are_left(
     monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
-    """With "auto", flexkv does not use slabs that the rank cannot read with direct I/O. A machine may seem to offer
-    direct I/O that its disks do not support.
+    """With `disk.gds` set to "auto", flexkv does not use slabs that the rank cannot read with direct I/O. A machine may
+    seem to offer direct I/O that its disks do not support.
     """
     lane: Any = SimpleNamespace(direct_refusal=refusal, close=lambda: closed.append(True))
     closed: list[bool] = []

@@ -248,8 +248,8 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """Returns an engine's configuration that contains the table's object, and the function that computes the keys'
-    namespace that the object affects.
+    """Returns an engine's configuration that contains the table's object, and a function that computes the namespace
+    that this object affects.
     """
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 

@@ -219,8 +219,8 @@ class BrokenForwardError(Exception):
 
 @pytest.mark.parametrize("hooks_run", [False, True])
 def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_run: bool) -> None:
-    """If the forward pass raises, none of its stores is published. vLLM calls the connector's last hook even then, but
-    the step's report is lost.
+    """If the forward pass raises, no page of the step's stores is published. vLLM calls the connector's last hook even
+    then, but the step's report is lost.
     """
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)

@@ -105,8 +105,8 @@ def test_a_small_host_tier_does_not_store_the_same_over_and_over(make_engine: Ma
 def test_what_the_engine_evicts_before_it_found_a_place_is_counted(
     make_engine: Make, share: float, missed: int
 ) -> None:
-    """Pages whose blocks the engine reuses before flexkv could store them are counted. With the smaller share, only two
-    of five blocks may have a store in flight when the engine reuses all of them.
+    """flexkv counts the pages whose blocks the engine reuses before flexkv could store them. With the smaller share,
+    only two of five blocks may have a store in flight when the engine reuses all of them.
     """
     engine = make_engine(blocks=13, **LAZY | {"store.max_reference_share": share})
     engine.run(make_request(PROMPT, "one"))

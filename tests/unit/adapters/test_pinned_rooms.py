@@ -160,7 +160,7 @@ def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
-    """A load has pinned buffers for as many layers as it prefetches, which are fewer than it loads."""
+    """A load has pinned buffers for as many layers as it prefetches. It prefetches fewer layers than it loads."""
     cache = make_cache()
     store_all(cache)
     made: list[PinnedRooms] = []

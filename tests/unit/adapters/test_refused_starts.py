@@ -75,8 +75,8 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
 def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
     worker_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong profiler library is reported when a worker is made, in whichever process that is. A rank in another
-    process that is refused later would only log the refusal and run without the cache.
+    """A wrong profiler library is reported when a worker is made, in every process. If a rank in another process were
+    refused only later, it would log the refusal and run without the cache.
     """
     monkeypatch.setattr(nvtx, "_library", None)
     more = (1,) if worker_class is vllm_worker.WorkerSide else ()

@@ -230,9 +230,9 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
 def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
     make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
 ) -> None:
-    """If a piece of the session excludes blocks from storing, they are not stored later either, when other pages of the
-    session wait because of the in-flight limit. The stores of two pages begin at once, the other stores only after the
-    request has ended. The first set of parameters is the control.
+    """A piece of a session may exclude its blocks from storing. These blocks are not stored later either, if the
+    session's other pages have waited because of the in-flight limit. The stores of two pages begin at once, the other
+    stores only after the request has ended. The first set of parameters is the control.
     """
     engine, worker = two_in_flight(make_engine)
     session = Session(engine, range(100, 110), asks[0])

@@ -95,7 +95,7 @@ def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
     make_engine: Make, store_mode: str, keeps_computed: bool
 ) -> None:
     """flexkv does not store KV that another request computes from the wrong blocks, which vLLM's own prefix cache keeps
-    under their hashes. The control is without `keeps_computed`.
+    under their hashes. In the control, `keeps_computed` is false.
     """
     engine = failed_within_a_step(make_engine, keeps_computed, store_mode, goes_on=False)
     blocks = engine.live["two"].blocks

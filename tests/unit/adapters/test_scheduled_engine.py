@@ -215,7 +215,8 @@ def test_an_engine_that_takes_less_than_it_was_promised_gets_that_or_computes(
 
 def test_where_there_is_not_room_for_all_stores_the_prompts_end_is_stored_first(make_scheduled: Make) -> None:
     """If not all stores fit the limit, the windows at the prompt's end are stored first, because they can be stored
-    only now. Blocks of full attention are offered again later, and the other windows are spare.
+    only now. Blocks of full attention are offered again later, and the other windows are spare: requests with this
+    prompt do not need them.
     """
     settings = {"store.checkpoint_tokens": 16, "store.max_reference_share": 0.05}
     engine = make_scheduled(full(4), window(4, 9), blocks=64, **settings)

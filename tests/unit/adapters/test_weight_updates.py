@@ -1,4 +1,4 @@
-"""Calls of vLLM's workers that may change their weights empty the cache."""
+"""flexkv empties its cache if a function that may change the weights is called on vLLM's workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(100, 120))
 
 
 def core(executor: Any) -> Any:
-    """Makes a vLLM engine core that has only an executor. Each call of the workers calls `executor`."""
+    """Makes a vLLM engine core that has only an executor. `executor` is called in place of the workers."""
     made = object.__new__(engine_core.EngineCore)
     made.model_executor = SimpleNamespace(collective_rpc=executor)
     return made
@@ -76,7 +76,7 @@ def test_a_call_that_only_reads_leaves_the_cache(make_engine: Make, method: str)
 
 
 def test_a_call_that_fails_empties_the_cache_too(make_engine: Make) -> None:
-    """A call that fails empties the cache too, because it may have changed some of the weights."""
+    """A call that fails empties the cache too, because it may already have changed some of the weights."""
     engine = stored(make_engine)
 
     def fail(*_: Any) -> None:
@@ -107,8 +107,8 @@ def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) ->
 
 
 def test_of_vllms_own_calls_only_those_that_change_weights_reset_the_cache() -> None:
-    """vLLM itself makes some calls of the workers, and only the calls that change weights reset flexkv's cache. If a
-    regular call that only reads did so, the cache would stay empty.
+    """vLLM itself calls functions of its workers. Only calls that change weights reset flexkv's cache. If a regular
+    call that only reads did so, the cache would stay empty.
     """
     root = Path(vllm.__file__).parent
     files = [*root.joinpath("v1", "engine").rglob("*.py"), *root.joinpath("entrypoints").rglob("*.py")]

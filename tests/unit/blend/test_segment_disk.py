@@ -253,8 +253,8 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """The control: without valid digests, wrong bytes would be loaded. Wrong numbers are stored for a segment, together
-    with digests that match them, so they are loaded and change the answer.
+    """As a control, wrong numbers are stored for a segment, together with digests that match them. So the check of the
+    digests finds no fault, and the wrong numbers are loaded and change the answer.
     """
     segments = random_segments(LENGTHS)
     cache = open_cache()

@@ -111,8 +111,8 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """Returns a case that ends a fetch. A request waits for the fetch. If `loading` is set, a load waits for its pages
-    instead.
+    """Returns a case that ends a fetch. A request waits for the fetch. If `loading` is set, a load waits for the
+    fetched pages instead.
     """
     world = disk_world.written(KEYS, limits=traffic(**facts))
     world.look(KEYS)

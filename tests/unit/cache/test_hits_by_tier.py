@@ -189,8 +189,9 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
 def test_pages_that_are_not_in_host_memory_are_waited_for(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the manager compares fetching pages with computing them, it counts the time that a fetch takes to begin. It
-    does so for all pages that are not in host memory, because the request must wait for them.
+    """When the manager compares the time for fetching pages with the time for computing them, it includes the time that
+    a fetch takes to begin. It does so for all pages that are not in host memory, because the request must wait for
+    them.
     """
     world, keys = hybrid(on_disk=True)
     weighed: list[tuple[list[int], list[bool]]] = []

@@ -1,5 +1,5 @@
-"""Many prompts wait for a small host memory. Compares the queue in which requests wait for host slots with the model.
-Broken queues must be caught.
+"""Many prompts wait for a small host memory. The queue in which requests wait for host slots is compared with the
+model. Broken queues must be caught.
 """
 
 from __future__ import annotations

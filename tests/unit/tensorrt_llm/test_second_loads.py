@@ -61,7 +61,7 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """Passes no blocks, as an engine without memory for the load. So the order contains no copy, and no rank reports
+    """Passes no blocks, like an engine without memory for the load. So the order contains no copy, and no rank reports
     its end.
     """
     world.scheduler.update_state_after_alloc(request, [])

@@ -114,7 +114,7 @@ def test_what_is_cancelled_before_its_last_layer_stores_nothing(
 
 
 def test_others_pass_a_store_at_its_gate(world: World) -> None:
-    """Later stores and loads do not wait for the forward pass of a gated store."""
+    """Stores and loads that are submitted later do not wait for the forward pass for which a gated store waits."""
     ticket = gated(world, store(world))
     world.run(world.op(OpKind.D2H, [7]))
     world.run(world.op(OpKind.H2D, [8], [7]))

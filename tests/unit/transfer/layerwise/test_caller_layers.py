@@ -80,7 +80,8 @@ def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
 
 def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
     """Returns the content of the world's memory that is expected after a load. The caller does not write some rows, so
-    these keep their content: the rows in gaps, and the rows of a lost chunk from the layer on in which it is lost.
+    these keep their content: the rows in gaps, and the rows of a lost chunk in the first layer in which it is lost and
+    in all later layers.
     """
     found = world.expected()
     for layer, paged in enumerate(found):
