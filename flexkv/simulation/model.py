@@ -388,7 +388,7 @@ class Model:
     # --- disks --------------------------------------------------------------------------------------------------------
 
     def add_disk_op(self, op_id: int, op: ModelOp) -> None:
-        """Checks and applies a read or write that was planned."""
+        """Checks a read or write that the manager planned, and applies it to the model."""
         for key, slot in zip(op.keys, op.slots, strict=True):
             if op.role is OpRole.STORE:
                 require(
@@ -405,7 +405,7 @@ class Model:
         self.disk_ops[op_id] = op
 
     def end_disk_op(self, result: OpResult, evicted: list[Key], published: list[Key]) -> None:
-        """Checks and applies the end of a read or write."""
+        """Checks the end of a read or write, and applies it to the model."""
         op = self.disk_ops.pop(result.op_id)
         self.evict(evicted)
         if op.role is OpRole.STORE:

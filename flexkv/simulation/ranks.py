@@ -162,7 +162,7 @@ class Ranks:
             return
         del world.ops[op_id]
         of_ranks = world.disk_lane.rank_ops.pop(op_id, None) is not None
-        self.requests.lookups.orders_planned()  # the completion may have planned the seal of a store on disk
+        self.requests.lookups.orders_planned()  # `complete` may have planned the seal of a store on disk
         if of_ranks and model_op.role is OpRole.LOAD and model_op.epoch == world.model.epoch:
             world.disk.require_forgotten(op, model_op.suspect)
             world.disk.require_kept(op, named - model_op.suspect)

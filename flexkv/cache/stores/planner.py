@@ -56,9 +56,9 @@ class StorePlanner:
         return None
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Called with engine blocks that have no valid KV: blocks that a load failed to fill, and blocks that were
-        computed from these by requests that have ended or were preempted. For blocks of live requests, the caller sets
-        `cursor` and `suspect_from` instead."""
+        """Called with engine blocks that have no valid KV. They are blocks that a load failed to fill, blocks that were
+        computed from these by requests that have lost them since, and blocks that requests whose adapter's files have
+        changed left behind. For blocks of live requests, the caller sets `cursor` and `suspect_from` instead."""
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
         """Called when a load has failed and the engine does not compute its blocks again. The request then has wrong KV
