@@ -13,7 +13,9 @@ from flexkv.c_ext import SlotBoard
 from flexkv.errors import ContractError
 
 ROWS_AT = 4096 + (1 << 14) * 4
-"""Offset in bytes of the first row, after the header and the ring (see `board_parts` in csrc/share/slot_board.cpp)."""
+"""Offset in bytes of a board's first row. The board's header and its ring, the list of changed slots, come before the
+rows (see `board_parts` in csrc/share/slot_board.cpp).
+"""
 
 BOARD_MAGIC = 0x3130445242564B46
 """The number at the start of a board, which identifies its version (`kBoardMagic` in csrc/share/slot_board.h). In a
@@ -45,7 +47,9 @@ PLACED = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""One row: a place (a slot on disk) and the page in it. If `tokens` is 0, the place holds no page."""
+"""The layout of a row that `BoardRows` returns: a place (a slot on disk) and the page in it. If `tokens` is 0, the
+place holds no page.
+"""
 
 PlacedRows = NDArray[np.void]
 """Pages with their places, dtype PLACED, shape [places]."""
@@ -60,8 +64,8 @@ GROUP_SHIFT = np.uint64(32)
 
 class BoardRows:
     """Reads the first `most` rows of a board of this process. A row that changes during the read counts as a row
-    without a page, and is read again by the next call. A row with mixed old and new content would only cost a miss,
-    because each page on disk identifies itself in its trailer.
+    without a page, and the next call of `changes` reads it again. A row with mixed old and new content would only cost
+    a miss, because each page on disk identifies itself in its trailer.
 
     Raises:
         ContractError: the board has another version.
@@ -78,7 +82,7 @@ class BoardRows:
         return len(self._rows)
 
     def changes(self) -> tuple[int, PlacedRows]:
-        """Returns the epoch of the pages, and the places that have changed since the last call."""
+        """Returns the pages' epoch, and the rows of the places that have changed since the last call."""
         changed = np.flatnonzero(self._rows["version"] != self._seen)
         versions = self._rows["version"][changed]
         found = self._rows[changed]
@@ -95,7 +99,7 @@ class BoardRows:
         return epoch, rows
 
     def everything(self) -> tuple[int, PlacedRows]:
-        """Returns the epoch of the pages, and all places that hold a page."""
+        """Returns the pages' epoch, and the rows of all places that hold a page."""
         self._seen[:] = NO_PAGE
         epoch, rows = self.changes()
         return epoch, rows[rows["tokens"] != 0]

@@ -32,7 +32,7 @@ both numbers as uint32.
 """
 
 SHOWN_DIGITS = 8
-"""How many digits of a unit's id are shown to users."""
+"""The number of digits of a unit's id that are shown to users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ class UnitCard:
 
     @property
     def disk_groups(self) -> list[DiskGroup]:
-        """The groups as `DiskGroup`. The pages of all groups lie in the slots and slabs of the first group."""
+        """The unit's KV groups as `DiskGroup` records. The pages of all groups lie in the slots and slabs of the first
+        group.
+        """
         return [
             DiskGroup(
                 format_id=group.format_id,
@@ -230,7 +232,7 @@ def _check(card: UnitCard) -> None:
         if not isinstance(text, str) or "\0" in text:
             raise ContractError(f"a unit's card: {name} is {text!r}, expected a text")
     for name in ("unit", "model"):
-        if not texts[name].isprintable():  # users see both in logs and tables
+        if not texts[name].isprintable():  # users see these texts in logs and tables
             raise ContractError(f"a unit's card: {name} is {texts[name]!r}, expected a printable text")
     if card.host is not None:
         numbers |= {f"host.{name}": value for name, value in asdict(card.host).items() if name != "digests"}

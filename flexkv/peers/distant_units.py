@@ -60,7 +60,7 @@ class DistantUnits:
         fails, the log says why.
 
         Args:
-            board: shows the pages in the places of `folders`.
+            board: lists which page each place (slot) in `folders` holds.
             folders: the unit's folders, in the order of its places.
         """
         try:

@@ -133,8 +133,8 @@ def decode_head(text: bytes) -> LiveHead:
 
 
 class LiveWriter:
-    """Writes the file of this unit. Only one thread may call it, except for `end`. Precondition: this process holds the
-    folder's lock.
+    """Writes the file of this unit. Only one thread may use it, but any thread may call `end`. Precondition: this
+    process holds the folder's lock.
     """
 
     def __init__(self, path: Path, head: LiveHead, rows: BoardRows) -> None:
@@ -266,7 +266,7 @@ def open_live(path: Path) -> LiveFile:
 
 
 def session_of(header: bytes) -> tuple[bytes, int]:
-    """The session and the edition in a file's header.
+    """Returns the session and the edition in a file's header.
 
     Raises:
         DiskError: the header is incomplete, damaged, or of another version.
@@ -320,7 +320,7 @@ class LiveReader:
         self._reached_end = False
 
     def rewind(self) -> None:
-        """Makes the next call of `look` read the edition from its start."""
+        """Makes the next call of `look` read the current edition from its start."""
         self._at = 0
 
     def look(self) -> LiveNews:

@@ -46,8 +46,8 @@ AGAIN_S = 60.0
 """A unit that was refused is tried again after this many seconds, or earlier if the unit restarts."""
 
 ASLEEP_BEATS = 25
-"""How many heartbeat intervals pass between two reads of a file if the file's unit is not followed and does not advance
-its heartbeat.
+"""The number of heartbeat intervals between two reads of a file whose unit is not followed and does not advance its
+heartbeat.
 """
 
 MOST_UNITS = 64
@@ -60,7 +60,9 @@ MOST_FOLDERS = 256
 """One search reads at most this many subfolders of the folder that all machines see."""
 
 STOP_S = 2.0
-"""How many seconds a close waits for the thread, which a file server that does not answer may block."""
+"""The maximum number of seconds that a close waits for the thread. A file server that does not answer may block the
+thread.
+"""
 
 
 def machine_id() -> str:

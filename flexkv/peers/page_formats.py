@@ -77,7 +77,7 @@ class UnitPages:
                 pages.
             DiskError: the peer's pages have another format, and `rewrites` is false.
         """
-        # `codec_of` comes first, because it refuses runs that no page can have.
+        # `codec_of` is called before `rewrites_of`, because `codec_of` refuses runs that no page can have.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
         rewrites = rewrites_of(theirs, self.groups, self.heads)
         if same_format(theirs, self.groups):

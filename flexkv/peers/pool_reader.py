@@ -19,8 +19,8 @@ from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
 from flexkv.transfer.host_pool import HostPool
 
 PAGES_AT_ONCE = 16
-"""How many pages one native call copies. With large pages one call takes some milliseconds, and the reader can be
-closed only between calls.
+"""The number of pages that one native call copies. With large pages one call takes some milliseconds, and the reader
+can be closed only between calls.
 """
 
 COPIED, ABSENT, CHANGED, DIGEST_FAULT, FORMAT = range(5)
@@ -40,8 +40,8 @@ class PoolReader(PageReader):
     """Carries out DISK_READ ops that copy pages from peers' host pools. Each page is found in `directory` by the key in
     the page's tag; the places in the ops have no meaning.
 
-    A copied page is accepted only if the row of its slot on the peer's board named the page both before and after the
-    copy, with the same version. If the peer's slots contain run digests, the runs must match these digests too.
+    A copied page is accepted only if the row of its slot on the peer's board identified the page both before and after
+    the copy, with the same version. If the peer's slots contain run digests, the runs must match these digests too.
 
     Args:
         directory: the pages in peers' host pools.
@@ -49,7 +49,7 @@ class PoolReader(PageReader):
             called if the peer's pages have another format.
 
     Attributes:
-        outcomes: how many pages ended with each outcome, in the order of `OUTCOMES`.
+        outcomes: number of pages with each outcome, in the order of `OUTCOMES`.
     """
 
     def __init__(

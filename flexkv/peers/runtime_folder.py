@@ -119,8 +119,8 @@ def remove_unit(folder: Path, unit: str) -> None:
 
 
 def remove_strays(folder: Path) -> None:
-    """Removes the sockets and unfinished files of units that were killed before they had written their card's file.
-    Other units do not notice such leftovers, because they look for finished files only.
+    """Removes the sockets and unfinished files of units that were killed before they had written their files. Other
+    units do not notice such leftovers, because they look for finished files only.
     """
     latest_s = time.time() - START_S
     with suppress(OSError):

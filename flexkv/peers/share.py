@@ -35,7 +35,7 @@ DEPARTED_S = 10.0
 """With `peers.store: once`, an ended unit's pool stays mapped, and its memory in use, for up to this many seconds."""
 
 LEAVE_S = 5.0
-"""How many seconds `close` waits for the thread that `retire` has started."""
+"""The maximum number of seconds that `close` waits for the thread that `retire` has started."""
 
 MOST_REASON = 300
 """The maximum length of a reason for a refusal, in characters. A reason may repeat text from a peer."""
@@ -112,8 +112,8 @@ class PeerShare:
         """The latest time at which each peer in `departed` is dropped, in seconds of the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """Why this unit shares nothing with another unit of the same fingerprint, by the other unit's name for users.
-        Keeps at most MOST_REFUSED entries.
+        """Maps another unit's name for users to the reason why this unit shares nothing with it, although both have the
+        same fingerprint. Keeps at most MOST_REFUSED entries.
         """
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 

@@ -30,20 +30,22 @@ from flexkv.same_user import is_same_user
 logger = get_logger(__name__)
 
 FOLLOW_S = 0.02
-"""While there are peers, their boards' rings are read every this many seconds. So a page is found at most this long
-after a peer has it.
+"""While there are peers, the rings of their boards (the lists of changed slots) are read at intervals of this many
+seconds. So lookups find a page at most this long after a peer has it.
 """
 
 SCAN_S = 0.5
-"""How many seconds pass between searches of the folder for new units."""
+"""The number of seconds between two searches of the folder for new units."""
 
 ANSWER_S = 5.0
-"""How many seconds a unit may take to send its card. A unit that did not answer, or was refused, is asked again after
-the same number of seconds.
+"""The maximum number of seconds in which a unit must send its card. A unit that did not answer, or was refused, is
+asked again after the same number of seconds.
 """
 
 STOP_S = 2.0
-"""How many seconds `close` waits for the thread. The thread waits SCAN_S at most, unless a peer's disk blocks it."""
+"""The maximum number of seconds that `close` waits for the thread. The thread itself waits SCAN_S at most, unless a
+peer's disk blocks it.
+"""
 
 MOST_CONNECTIONS = 256
 """The maximum number of units that may follow this unit at the same time. Further connections are closed without an
@@ -83,7 +85,7 @@ class PeerWatch:
             refuse the unit.
         left: called with the id of a joined unit that has ended.
         gone: called with a unit's facts when the file in which they were found is gone.
-        follow: reads what has changed at the peers. Called every FOLLOW_S seconds while there are peers, else every
+        follow: reads the changes on the peers' boards. Called every FOLLOW_S seconds while there are peers, else every
             SCAN_S.
         status: returns this unit's status for users, as plain values.
     """

@@ -86,7 +86,9 @@ class Times:
     kill_s: float = 2.0
 
     def pause_after(self, pause_s: float, ran_s: float) -> float:
-        """Returns the pause after a failed run of `ran_s` seconds. `pause_s` is the previous pause, or 0."""
+        """Returns the pause after a failed run of `ran_s` seconds. `pause_s` is the previous pause, or 0 if there was
+        none.
+        """
         if not pause_s or ran_s >= self.longest_restart_s:
             return self.first_restart_s
         return min(2 * pause_s, self.longest_restart_s)

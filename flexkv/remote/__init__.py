@@ -1,1 +1,3 @@
-"""Clients of stores that machines share. `base` is their contract. They run in a separate process, the helper."""
+"""Clients of stores that machines share. `base` contains the clients' contract. The clients run in a separate process,
+the helper.
+"""

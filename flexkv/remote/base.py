@@ -2,8 +2,8 @@
 wrong.
 
 A store is not trusted: its answers are hints, and readers verify every value. Every call has a deadline, in seconds
-from its start, and returns by then, or at most the time of one system call later. Only one thread may use a client. A
-process that probes and moves values at the same time opens several clients.
+from its start, and returns by that deadline, or at most the time of one system call later. Only one thread may use a
+client. A process that probes and moves values at the same time opens several clients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALIVE_S = 1.0
 
 
 class Presence(IntEnum):
-    """A store's answer to whether it has a name."""
+    """A store's answer to the question whether it has a name."""
 
     NO = 0
     YES = 1
@@ -74,9 +74,9 @@ class StoreOptions:
         user, password: the login; empty for a store without users. The password never appears in a log, an error or
             `repr`.
         ca_file: file with the certificates of trusted authorities; empty for the authorities that the system trusts.
-        connect_s: the most seconds that connecting, or setting up a client, may take.
-        ttl_s: after how many seconds the store drops a value; 0 for never. A store that cannot drop values can be used
-            nevertheless, because the value's own trailer says when it expires.
+        connect_s: maximum number of seconds that connecting, or setting up a client, may take.
+        ttl_s: number of seconds after which the store drops a value; 0 for never. A store that cannot drop values can
+            be used nevertheless, because the value's own trailer says when it expires.
         rdma_devices: names of RDMA devices; empty for TCP.
     """
 
@@ -136,8 +136,8 @@ class Store(ABC):
 
     @abstractmethod
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Returns the size in bytes of each name's value, or NO_VALUE, or NOT_SAID. Only the command line calls this,
-        because it may have to read the values.
+        """Returns the size in bytes of each name's value, or NO_VALUE, or NOT_SAID. Only the command line calls this
+        method, because a client may have to read the values to find their sizes.
         """
 
     @abstractmethod

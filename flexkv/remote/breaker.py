@@ -23,8 +23,8 @@ at the same moment.
 """
 
 WATCHED = 20
-"""How many of the last reads the breaker looks at. If more than half of WATCHED reads failed, the store counts as lost,
-although it answers.
+"""The number of most recent reads that the breaker looks at. If more than half of WATCHED reads failed, the store
+counts as lost, although it answers.
 """
 
 

@@ -35,7 +35,7 @@ ALIVE_S = 5.0
 """The helper counts as hanging if it has not answered an `Alive` message after this many seconds."""
 
 START_S = 30.0
-"""How many seconds a helper may take until it is ready, which includes loading libraries."""
+"""The maximum number of seconds until a started helper is ready. This includes the time for loading libraries."""
 
 LOOK_S = 0.005
 
@@ -140,7 +140,7 @@ class HelperLink:
 
     def _received(self) -> FromHelper | None:
         """Returns the helper's next message; None if there is none. If the helper sends anything but a message, kills
-        it and ignores the rest of its output.
+        the helper and ignores the rest of its output.
         """
         if self._process is None or self._garbled:
             return None

@@ -26,13 +26,13 @@ from flexkv.transfer.graph import PageCauses, SlotIds
 from flexkv.transfer.host_pool import PoolDescriptor
 
 MOST_PAGES = 1024
-"""The most pages in one message."""
+"""The maximum number of pages in one message."""
 
 MOST_ASKED = 6144
-"""The most keys in one probe, which take 96 KiB."""
+"""The maximum number of keys in one probe. They take 96 KiB."""
 
 PACKET_BYTES = 1 << 18
-"""The most bytes of a packet."""
+"""The maximum length of a packet, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Setup:
         owner: owner of the pages, from which the names of values are derived.
         groups: encoding of the unit's pages, indexed by number of the KV group.
         pool: the unit's host pool, to which the helper attaches.
-        batch_pages: the most values per get or put call of the store.
+        batch_pages: maximum number of values per get or put call of the store.
         get_s: deadline of one get or put call, in seconds.
         probe_s: deadline of one probe, in seconds.
-        put_bytes_per_s: the most bytes to put per second; None for no limit.
+        put_bytes_per_s: maximum number of bytes to put per second; None for no limit.
         ttl_s: a value is a miss from this many seconds after it was written; None for never.
     """
 

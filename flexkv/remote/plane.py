@@ -26,8 +26,8 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""The most `Remove` messages that wait until the store can be reached. If there are more, the oldest are dropped. A
-unit that reads a page whose removal was dropped finds the page missing or still damaged.
+"""The maximum number of `Remove` messages that wait until the store can be reached. If there are more, the oldest are
+dropped. A unit that reads a page whose removal was dropped finds the page missing or still damaged.
 """
 
 LOST = "lost"
@@ -64,8 +64,8 @@ class PlaneLimits:
     """The limits of a `RemotePlane`.
 
     Attributes:
-        queue_ops: the most ops in flight.
-        questions: the most probes that the helper has not answered, including those that were given up.
+        queue_ops: maximum number of ops in flight.
+        questions: maximum number of probes that the helper has not answered, including those that were given up.
         probe_s: a probe that is not answered within this many seconds is given up.
         keeps_slots: whether the host slots of a killed helper's ops stay out of use, because a network card may still
             write to them.
@@ -99,7 +99,7 @@ class RemotePlane:
     """Carries out a unit's ops and probes on a store. Only the manager's thread calls it, and only `close` waits.
 
     Args:
-        link: the link to the helper. The plane becomes its user.
+        link: the link to the helper. The plane becomes the link's user (`LinkUser`).
         clock: returns monotonic time in seconds.
 
     Attributes:
@@ -113,7 +113,7 @@ class RemotePlane:
         self.totals = RemoteTotals()
         self._moving: dict[OpId, Moving] = {}
         self._op_of: dict[int, OpId] = {}
-        """The op of each message in flight, by the message's number."""
+        """Maps the number of each message in flight to the message's op."""
         self._seen_s: dict[OpKind, float] = {}
         """When the helper last reported progress for ops of each kind. The helper carries out the ops of a kind one
         after another.
@@ -123,8 +123,8 @@ class RemotePlane:
         self._unanswered: set[int] = set()
         """Numbers of the probes that the helper has not answered, including those that were given up."""
         self._answered_s = 0.0
-        """When the helper last answered a probe. A probe that is sent while no other is unanswered sets this to the
-        time at which it is sent.
+        """When the helper last answered a probe. If a probe is sent while no other probe is unanswered, this is set to
+        the time at which the probe was sent.
         """
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
@@ -246,8 +246,8 @@ class RemotePlane:
     # --- probes ---
 
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
-        """Sends a probe that asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if none was
-        sent, because the store is not used now, or too many probes are unanswered.
+        """Sends a probe that asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if no probe
+        was sent, because the store is not used now, or too many probes are unanswered.
         """
         if not self.link.usable or len(self._unanswered) >= self._limits.questions:
             return False

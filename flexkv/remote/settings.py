@@ -49,15 +49,15 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
 
 
 def stuck_s(remote: RemoteConfig) -> float:
-    """Returns after how many seconds without progress a helper is killed. This is `remote.stuck_s` if it is set.
-    Otherwise it is USUAL_STUCK_S, or more if the other settings allow a longer call.
+    """Returns the number of seconds without progress after which a helper is killed. This is `remote.stuck_s` if it is
+    set. Otherwise it is USUAL_STUCK_S, or more if the other settings allow a longer call.
     """
     return max(USUAL_STUCK_S, _longest_s(remote)) if remote.stuck_s is None else remote.stuck_s
 
 
 def _longest_s(remote: RemoteConfig) -> float:
-    """Returns for how many seconds a healthy helper may report no progress: the time of one call, and of the check
-    after the call whether the store is alive.
+    """Returns the longest time in seconds for which a healthy helper may report no progress: the time of one call, plus
+    the time of the check that follows the call and finds out whether the store is alive.
     """
     return max(remote.get_s, remote.probe_s) + ALIVE_S
 

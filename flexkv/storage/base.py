@@ -117,8 +117,8 @@ class DiskOptions:
         depth: maximum number of I/Os in flight at once on one disk.
         stuck_s: a disk is taken out of service if an I/O takes longer than this many seconds.
         journal_rows: maximum number of rows (one per page of a record) that wait in one disk's journal. While the
-            journal is full, publishes and evictions stay pending outside it. Records of uses may fill half of the
-            journal; further records of uses are dropped.
+            journal is full, records of published and evicted pages stay pending outside it. Records of uses may fill
+            half of the journal; further records of uses are dropped.
         preallocate: whether to allocate disk space for the slabs when they are opened, so that no write finds the disk
             full. While a disk is idle, the tier then writes zeros to the slots that will get pages next, because the
             first write to allocated space is half as fast.
@@ -202,7 +202,8 @@ class DiskStats:
 
     Attributes:
         misses: number of page reads that failed, by reason (see docs/disk-storage.md).
-        journal_lag_s: age of the oldest publish that is not durable yet, in seconds; 0 if there is none.
+        journal_lag_s: age of the oldest record of a published page that is not durable yet, in seconds; 0 if there is
+            none.
         pending_pages: pages that can be read but are not published yet, because their journal was full.
     """
 
@@ -335,7 +336,8 @@ class Volumes(StoredPages):
         tokens: NDArray[np.int32],
         expiries: NDArray[np.uint64] | None = None,
     ) -> bool:
-        """Makes pages of the group durable. Their writes must have finished with status OK. Never blocks.
+        """Publishes pages of the group: records them in the journals, which make them durable later (see `poll`). The
+        pages' writes must have finished with status OK. Never blocks.
 
         Returns False if a journal is full. The pages can be read nevertheless, and a later `poll` publishes them when
         the journal has space again, but a crash before that loses them. Also returns False if a page lies on a lost
@@ -350,8 +352,8 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def digest_offsets(self, group: int) -> tuple[int, ...]:
-        """For each rank, the offset of its run digests in a slot, in bytes: the `digest_offset` of
-        `TransferEngine.attach_view`.
+        """Returns for each rank the offset of its run digests in a slot, in bytes. `TransferEngine.attach_view` takes
+        it as `digest_offset`.
         """
 
     @abstractmethod
@@ -392,6 +394,6 @@ class Volumes(StoredPages):
 
         Before this call, close the transfer engine that has the lane, and record the results of its ops.
 
-        Returns False if, after `deadline_s` seconds, a record is not durable yet or an I/O still hangs. The folder of
-        such a disk stays locked until the process ends.
+        Returns False if, after `deadline_s` seconds, a record is not durable yet or an I/O still hangs. The folder of a
+        disk with such a record or I/O stays locked until the process ends.
         """

@@ -17,7 +17,7 @@ class DiskStates:
     """The states of a unit's disks. Logs each change once.
 
     Attributes:
-        lost: why each lost disk was taken out of service, by the disk's number.
+        lost: maps the number of each lost disk to the reason why it was taken out of service.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:

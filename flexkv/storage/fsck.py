@@ -139,8 +139,8 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
 
 
 def _check_read_only(folder: Path, repair: bool) -> FsckReport:
-    """Checks a folder that cannot be written, as when the system has mounted a failing disk read-only. Reads a copy of
-    the index, because SQLite writes to a database that it opens.
+    """Checks a folder that cannot be written, for example because the system has mounted a failing disk read-only.
+    Reads a copy of the index, because SQLite writes to a database that it opens.
     """
     if repair:
         raise DiskError(f"{folder}: the file system is read-only: nothing can be repaired")

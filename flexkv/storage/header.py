@@ -110,7 +110,7 @@ def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
 
 
 def slot_bytes(groups: Mapping[int, DiskGroup]) -> int:
-    """The size in bytes of a slot in the slab that these groups share: that of their largest slot image.
+    """The size in bytes of a slot in the slab that these groups share: the size of their largest slot image.
 
     Raises:
         GeometryError: a group's runs do not fill its stripes exactly.

@@ -93,8 +93,8 @@ class SlotIndex:
         self._stored: list[set[int]] = [set() for _ in slots]
         """For each slab, the chunks that the database has."""
         self._gone: list[set[int]] = [set() for _ in slots]
-        """For each slab, chunks in the database that lie beyond the slab's end, because it was larger before. The next
-        commit deletes them.
+        """For each slab, chunks in the database that lie beyond the slab's end, because the slab was larger before. The
+        next commit deletes them.
         """
         self._remaking = False
         self._written: list[tuple[int, int]] = []

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 HEADER = struct.Struct(">IIIIIIII")
 """The log's header: magic, version, page size, checkpoint number, two salts, two checksums."""
 FRAME = struct.Struct(">IIIIII")
-"""The header of a frame: page number, pages of the database if the frame ends a commit (else 0), two salts, two
-checksums.
+"""The header of a frame: page number, number of pages of the database if the frame ends a commit (else 0), two salts,
+two checksums.
 """
 MAGIC = 0x377F0682
 """The magic number without its lowest bit. That bit gives the byte order in which the checksums read the log's words: 1

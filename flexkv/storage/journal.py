@@ -181,7 +181,7 @@ class Journal:
         """Queues a record. Returns False if too many rows wait, or if the journal has failed or was stopped."""
         with self._lock:
             is_use = isinstance(record, Use)
-            # Uses may fill only half of the queue, because other records must not be lost.
+            # Records of uses may fill only half of the queue, because other records must not be lost.
             room = self._most_rows // 2 if is_use else self._most_rows
             full = self._waiting_rows + record.rows > room and not isinstance(record, Reset)
             if full:
@@ -192,8 +192,8 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use does not wake the thread, because waking it would cost the caller time. The thread takes the use
-            # together with the next record of another kind, or when it wakes by itself.
+            # A record of a use does not wake the thread, because waking it would cost the caller time. The thread takes
+            # the record together with the next record of another kind, or when it wakes by itself.
             if not is_use:
                 self._lock.notify()
         return True
@@ -206,7 +206,7 @@ class Journal:
 
     @property
     def lag_s(self) -> float:
-        """Age of the oldest publish that is not durable yet, in seconds; 0 if there is none."""
+        """Age of the oldest record of a published page that is not durable yet, in seconds; 0 if there is none."""
         with self._lock:
             oldest = self._oldest or _oldest_publish(self._queue)
         return time.monotonic() - oldest if oldest else 0.0
@@ -260,7 +260,7 @@ class Journal:
         self._slabs.clear()  # the slabs hold the folder's lock
 
     def _turn(self) -> bool:
-        """Does one group commit. Returns False if it was the last one."""
+        """Carries out one group commit. Returns False if it was the last one."""
         with self._lock:
             if not self._queue and not self._stopping and not self.failure:
                 self._lock.wait(USE_FLUSH_S)

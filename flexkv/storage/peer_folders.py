@@ -38,7 +38,9 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""The number of the only KV group and of its slab, because only units with one KV group read peer folders."""
+"""The number of the KV group and of its slab. There is only one group, because only units with one KV group read peer
+folders.
+"""
 
 
 Rewrites = tuple[c_ext.PageConversion | None, ...]

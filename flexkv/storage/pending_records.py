@@ -1,4 +1,4 @@
-"""Keeps publishes and evictions while one disk's journal is full."""
+"""Keeps the records of published and evicted pages while one disk's journal is full."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """For each slab, the generation whose publish is pending in each slot; 0 if none is. The numbers are in arrays
-        of their own, because a flush scans all of them.
+        """Maps a slab's number to an array with one generation per slot: that of the page whose publish is pending, or
+        0. These numbers have arrays of their own, because a flush scans all of them.
         """
         self._evicted: dict[int, NDArray[np.uint64]] = {}
-        """For each slab, the generation whose eviction is pending in each slot; 0 if none is."""
+        """Maps a slab's number to an array with one generation per slot: that of the page whose eviction is pending, or
+        0.
+        """
         self.pages = 0
         self.evictions = 0
 

@@ -371,7 +371,8 @@ class StripedSlabs(Volumes):
             done = threading.Event()
             if journal is not None and journal.put(Reset(epoch, done)):
                 self._resetting.append((disk, journal, done))
-        # These records and the rows found at start belong to pages of the previous epoch, so they are dropped.
+        # Durable pages that `poll` has not returned yet, pending records and the rows found at start all belong to the
+        # previous epoch, so they are dropped.
         self._durable.clear()
         for records in self._pending.values():
             records.clear()

@@ -96,9 +96,9 @@ class TransferEngine(DataPlane):
             threads.
         batch_copies: whether the lane may pass many copies to the copy engine in one call. The lane also tests at start
             whether the driver can do this, and does so only if the test succeeds.
-        copy_kernel: whether short runs may be copied by a kernel.
-        ways: the lengths of runs that the kernel copies; None for the built-in lengths.
-        digest_threads: how many threads compute and check the digests of a CUDA device's pages, 1 to 16.
+        copy_kernel: whether short runs may be copied by a CUDA kernel.
+        ways: the lengths of runs that the CUDA kernel copies; None for the built-in lengths.
+        digest_threads: number of threads that compute and check the digests of a CUDA device's pages, 1 to 16.
         current_stream: returns the engine's stream. Called when `submit`, `record`, `order_after` or `open_layers` gets
             no `stream`. None for plain memory.
 
@@ -131,7 +131,9 @@ class TransferEngine(DataPlane):
             self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads, *below)
             log_choices(device, self.cuda_lane)
         self.kernels_given_up = 0
-        """How many of the lane's two kernels (one copies, the other waits) failed to start and are no longer used."""
+        """The number of the lane's two CUDA kernels (one copies, the other waits) that failed to start and are no
+        longer used.
+        """
         self._kernel_notes = ""
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
@@ -237,7 +239,9 @@ class TransferEngine(DataPlane):
         return results
 
     def _log_kernels(self, lane: c_ext.CudaLane) -> None:
-        """Logs, once for each of the two kernels (one copies, the other waits), that it could not be started."""
+        """Logs, once for each of the two CUDA kernels (one copies, the other waits), that the kernel could not be
+        started.
+        """
         if lane.failed_launches > 0 and lane.notes != self._kernel_notes:
             self._kernel_notes = lane.notes
             self.kernels_given_up += 1

@@ -1,4 +1,6 @@
-"""Makes a rank's lane for copies between the engine's pool and the slabs on disk that use no page of host memory."""
+"""Makes a rank's lane for copies between the engine's pool and the slabs on disk. These copies use no page of host
+memory.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def make_gds_lane(
             their blocks; otherwise the first transfer does.
 
     Raises:
-        ConfigError: a slab cannot be opened, or the kernel refuses the backend `io`.
+        ConfigError: a slab cannot be opened, or Linux refuses the I/O backend `io`.
         GeometryError: the runs do not fill the stripes, or differ from a view's runs.
         CapacityError: there is not enough memory for the staging buffers; the message names the setting to change.
         DiskError: a disk does not answer.
@@ -100,7 +102,7 @@ def log_lost_registration(pool: c_ext.PoolState) -> None:
 
 def gpudirect_refusal() -> str:
     """Returns why this process cannot copy files to a GPU's memory by GPUDirect Storage; empty if that may be possible.
-    Whether it is possible for a given slab is known after a lane has opened it (`GdsLane.direct_refusal`).
+    Whether it is possible for a given slab is known only after a lane has opened the slab (`GdsLane.direct_refusal`).
 
     The first call opens cuFile's driver if there is a GPU.
     """

@@ -35,7 +35,7 @@ class ExtentReport:
         bytes: the extent's size in bytes.
         pages_kind: the memory pages that hold the extent: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages).
             `pending` until the extent is mapped; `attached` in a process that did not create the pool.
-        huge_bytes: how many of `bytes` are on huge pages.
+        huge_bytes: number of the extent's bytes that are on huge pages.
         bring_up_s: seconds from the extent's first touch until it was ready.
         registered: whether the complete extent is registered with the GPU. Memory that is not registered can be copied
             only by the copy engine.
@@ -147,8 +147,9 @@ class HostPool:
 
     @property
     def ready_slots(self) -> int:
-        """How many slots are mapped: slots [0, ready_slots). The number never shrinks. An attached pool reports the
-        slots that its creator has mapped."""
+        """The number of slots that are mapped: slots [0, ready_slots). The number never shrinks. An attached pool
+        reports the slots that its creator has mapped.
+        """
         ready = self.native.ready_slots
         self._log_once()
         return ready
@@ -156,8 +157,8 @@ class HostPool:
     def pin(self, device: int) -> None:
         """Registers this process's mapping of the pool with a GPU. This happens in the background, as memory is mapped.
 
-        The memory is registered in pieces of at most 128 MiB (or one slot). A pause follows each piece, in which the
-        engine can take the driver's locks. Pieces that the GPU refuses are tried again for a minute.
+        The memory is registered in pieces of at most 128 MiB (or one slot). After each piece there is a pause, in which
+        the engine can take the driver's locks. Pieces that the GPU refuses are tried again for a minute.
 
         Only processes that copy to or from a GPU need this. Only the first call has an effect, because it registers the
         memory for all GPUs.
@@ -169,7 +170,9 @@ class HostPool:
 
     @property
     def pinned_slots(self) -> int:
-        """How many slots the GPU has either registered or refused: slots [0, pinned_slots). 0 before `pin`."""
+        """The number of slots that the GPU has either registered or refused: slots [0, pinned_slots). 0 before
+        `pin`.
+        """
         pinned = self.native.pinned_slots
         self._log_once()
         return pinned

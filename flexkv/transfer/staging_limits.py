@@ -1,4 +1,4 @@
-"""Writes for the log which limit determined the number of staging slots."""
+"""Makes the log's line about the limit that determined the number of staging slots."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads and writes the file of `transfer.ways_file`, a table of run lengths: shorter runs between host memory and a GPU
-are copied by a kernel, longer ones by the copy engine. `flexkv bench transfer --save` measures the lengths and writes
-the file.
+are copied by a CUDA kernel, longer ones by the copy engine. `flexkv bench transfer --save` measures the lengths and
+writes the file.
 
 A table is valid for one GPU on one PCI Express link, with one driver and one version of flexkv: lengths that were
 measured elsewhere could make copies slower, and nothing would show it. An engine has one file for all its GPUs. GPUs to
@@ -26,8 +26,8 @@ from flexkv.observe import get_logger
 
 FORMAT = "flexkv copy ways 1"
 ALL_RUNS = (1 << 63) - 1
-"""The threshold, in bytes, with which the kernel copies runs of every length. The file contains "all" instead of this
-number.
+"""The threshold, in bytes, with which the CUDA kernel copies runs of every length. The file contains "all" instead of
+this number.
 """
 MOST_BELOW = 1 << 40
 """The largest threshold that a file may have, in bytes. A larger one is a mistake."""
@@ -36,7 +36,7 @@ MOST_WORD = 128
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
-"""The generation of PCI Express by the speed of one lane in GT/s, as the kernel writes it."""
+"""Maps the speed of one PCI Express lane in GT/s, as Linux writes it, to the generation of PCI Express."""
 logger = get_logger(__name__)
 
 HOW = "measure it with `flexkv bench transfer --save`"
@@ -52,8 +52,8 @@ class WaysKey:
 
     Attributes:
         device: the GPU's UUID.
-        link_width: number of PCI Express lanes of the GPU's link; 0 if the kernel does not report it.
-        link_generation: generation of PCI Express of the link; 0 if the kernel does not report it.
+        link_width: number of PCI Express lanes of the GPU's link; 0 if Linux does not report it.
+        link_generation: generation of PCI Express of the link; 0 if Linux does not report it.
         driver: the driver's CUDA version, followed by the kernel module's version if that is known.
     """
 
@@ -72,7 +72,7 @@ class WaysKey:
 
 @dataclass(frozen=True, slots=True)
 class CopyWays:
-    """The thresholds below which a kernel copies runs. The copy engine copies all other runs.
+    """The thresholds below which a CUDA kernel copies runs. The copy engine copies all other runs.
 
     Attributes:
         load_kernel_below: the kernel copies runs to the GPU that have fewer bytes than this.
@@ -99,7 +99,7 @@ def this_key(device: int) -> WaysKey:
 
 
 def pci_link(pci: str, devices: Path = PCI_DEVICES) -> tuple[int, int]:
-    """Returns width and generation of a device's PCI Express link, each 0 if the kernel does not report it.
+    """Returns width and generation of a device's PCI Express link, each 0 if Linux does not report it.
 
     The generation is the highest that both ends of the link support. The link's current generation is not used, because
     an idle GPU lowers it.

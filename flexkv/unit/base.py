@@ -104,7 +104,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """Records how many slots of the host pool each rank can use. `ready` maps a rank to that number."""
+        """Records the number of slots of the host pool that each rank can use. `ready` maps a rank to that number."""
 
     @abstractmethod
     def grow(self) -> None:

@@ -138,7 +138,7 @@ def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
 
 def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
     """Returns the ranks that have their own stripe. If consecutive ranks hold the same bytes, only the first of them
-    has one.
+    has its own stripe.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.

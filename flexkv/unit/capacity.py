@@ -46,7 +46,7 @@ class TierCapacity:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the tier holds if it serves only one KV group."""
+        """The number of tokens that the tier holds if it serves only one KV group."""
         return self.blocks * self.groups[0].block_tokens
 
     @property
@@ -60,7 +60,8 @@ class TierCapacity:
         """
         size = format_size(self.blocks * self.block_bytes)
         if len(self.groups) > 1:
-            # How many tokens the pages of several groups hold depends on the prompts' lengths and shared prefixes.
+            # The number of tokens that the pages of several groups hold depends on the prompts' lengths and shared
+            # prefixes.
             words = f"{self.blocks} pages of {len(self.groups)} KV groups, {size}"
         else:
             block_tokens = self.groups[0].block_tokens
@@ -72,7 +73,7 @@ class TierCapacity:
         return f"{words}, {prompts:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
 
     def pages_of(self, tokens: int) -> int:
-        """How many pages a hit on a complete prompt of `tokens` tokens needs, over all groups."""
+        """The number of pages that a hit on a complete prompt of `tokens` tokens needs, over all groups."""
         return sum(_pages_at_end(group, tokens) for group in self.groups)
 
     def needed_setting(self, limit: PromptLimit) -> int:

@@ -32,7 +32,7 @@ planes and tiers, so that one disk that hangs cannot use up the time in which th
 """
 
 CLOSE_LOOK_S = 0.002
-"""Time between two checks, during a close, whether the writes have finished."""
+"""Seconds between two checks of whether the writes have finished, during a close."""
 
 
 class UnitDriver:
@@ -99,8 +99,8 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # The engine can do without the tier, whatever the error is (for example, no more threads). From now on the
-            # tier's pages are misses. Graphs for the other tiers are still submitted.
+            # The engine can do without the tier, whatever the error is (for example, the system cannot start another
+            # thread). From now on the tier's pages are misses. Graphs for the other tiers are still submitted.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:

@@ -21,7 +21,7 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""Time between two checks for expired leases. A lease expires if no load follows its lookup; by default, it lasts a
+"""Seconds between two checks for expired leases. A lease expires if no load follows its lookup; by default, it lasts a
 minute.
 """
 
@@ -30,7 +30,7 @@ class LiveUnit(EngineUnit):
     """A unit that serves requests, with its host pool, tiers, weights gate and plugins.
 
     Args:
-        places: for each rank, where its share of a slot lies, per group.
+        places: for each rank and KV group, where the rank's share of a slot lies.
         slabs: the slabs on disk, for workers that copy pages directly between disk and the engine's pool; None if no
             worker does this.
         pools: the id of each rank's engine pool.

@@ -27,7 +27,7 @@ accepts.
 """
 
 STATUS_EVERY_S = 1.0
-"""Time between two copies of the unit's status. The unit's thread makes the copies, and the server's thread answers
+"""Seconds between two copies of the unit's status. The unit's thread makes the copies, and the server's thread answers
 from the last copy.
 """
 

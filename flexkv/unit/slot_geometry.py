@@ -1,4 +1,4 @@
-"""Computes how many bytes a slot of the host pool has, and where each rank's share of a slot lies."""
+"""Computes the size of a slot of the host pool, and where each rank's share of a slot lies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SlotGeometry:
 
     Attributes:
         slot_bytes: size of a slot in bytes: the size of the largest group's slot image.
-        places: for each rank, where its share of a slot lies, per group.
+        places: for each rank and KV group, where the rank's share of a slot lies.
     """
 
     slot_bytes: int
@@ -52,7 +52,7 @@ class SlotGeometry:
 
         Args:
             stripes: facts of the ranks that have their own stripe. If consecutive ranks hold the same bytes, only the
-                first of them has one; the number of ranks per stripe is the same for all stripes.
+                first of them has its own stripe; the number of ranks per stripe is the same for all stripes.
             ranks: number of all ranks.
             verify: whether pages have digests.
             images: for each tier that keeps more than the stripes in a slot, the space that it needs, per group.

@@ -46,9 +46,10 @@ def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes, whole: WholeSlo
     """Raises an error if a unit of `ranks` ranks cannot start on this machine.
 
     Args:
-        own: takes a folder, and returns how many bytes in it the unit may overwrite because it wrote them earlier.
-        whole: takes the number of bytes that the unit may fill in a folder, and returns how many bytes its slabs will
-            take. These may be fewer, because slabs consist of complete slots.
+        own: takes a folder, and returns the number of bytes in it that the unit may overwrite, because it wrote them
+            earlier.
+        whole: takes the number of bytes that the unit may fill in a folder, and returns the number of bytes that its
+            slabs will take. That number may be smaller, because slabs consist of complete slots.
 
     Raises:
         FlexKVError: the unit cannot start. If there are several reasons, a ConfigError lists all of them.

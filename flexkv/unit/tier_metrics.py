@@ -12,7 +12,7 @@ from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})
 """Labels of the tiers whose pages lie in folders: those of this unit and those of peers. The metrics `flexkv_disk_*`
-add up these tiers.
+are sums over these tiers.
 """
 
 

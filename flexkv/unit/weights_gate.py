@@ -29,7 +29,7 @@ OPEN_S = 10.0
 requests meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""Time between two checks, at an engine's start, whether the tiers have removed the pages of other weights."""
+"""Seconds between two checks, at an engine's start, of whether the tiers have removed the pages of other weights."""
 
 STOP_S = 1.0
 """Maximum time for which a close waits until the thread that reads the weights has finished its current read of 4 MiB.

@@ -27,7 +27,7 @@ KILL_LOOK_S = 0.01
 
 
 class Keeper:
-    """Runs the plugins of one `Order` on one thread until the engine closes the pipe or its process is gone.
+    """Runs the plugins of one `Order` on one thread until the engine closes the pipe or the engine's process is gone.
 
     Args:
         order: the plugins, their folder and their deadlines.

@@ -57,8 +57,8 @@ class OutputLines:
         self._lost = 0
 
     def take(self, chunk: bytes, now_s: float) -> list[str]:
-        """Returns the lines that a piece of output completes, and the beginning of a line that is too long. If lines
-        were dropped, an extra line before the next line says how many.
+        """Returns the lines that `chunk`, a piece of output, completes. If a line is too long, returns its beginning.
+        If lines were dropped, an extra line before the next line says how many.
         """
         *whole, rest = (self._begun + chunk).split(b"\n")
         lines = []

@@ -74,7 +74,7 @@ class PluginRun:
         finally:
             os.close(theirs)
         self.pid, self.output = process.pid, ours
-        process.returncode = 0  # so that subprocess does not wait for it: the keeper reaps all processes
+        process.returncode = 0  # so that subprocess does not reap the process: the keeper does
         self._say("I", self.program.name, f"is started as process {self.pid}")
 
     def read(self, now_s: float, is_last: bool = False) -> None:

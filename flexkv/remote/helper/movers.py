@@ -22,8 +22,8 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""The most names in one `exists` call before a put. The time that a call takes on Mooncake's master grows with the
-number of names.
+"""The maximum number of names in one `exists` call before a put. The time that a call takes on Mooncake's master grows
+with the number of names.
 """
 
 REMOVE_S = 1.0
@@ -32,7 +32,7 @@ next helper that reads the value tries again.
 """
 
 PAUSE_S = 0.5
-"""The most seconds that a put waits for bandwidth before it sends the next `Progress` message."""
+"""The maximum number of seconds that a put waits for bandwidth before it sends the next `Progress` message."""
 
 
 @dataclass(slots=True)
@@ -230,8 +230,8 @@ class Putter(Mover):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._allowance = 0.0
-        """How many bytes may be sent now under the limit `put_bytes_per_s`; negative if more than allowed were sent so
-        far.
+        """The number of bytes that may be sent now under the limit `put_bytes_per_s`; negative if more bytes than
+        allowed were sent so far.
         """
         self._since_s = time.monotonic()
 

@@ -13,8 +13,8 @@ from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256
-"""The most names per call; a store answers this many in 0.2 ms. For a group that restores whole prefixes, the first
-call that finds a name missing is the last call.
+"""The maximum number of names per call; a store answers this many names in 0.2 ms. For a KV group in which all pages
+after a missing page are useless, the first call that finds a name missing is the last call.
 """
 
 ANSWER_SHARE = 0.8
@@ -43,8 +43,8 @@ class HelperProber:
     def _answer(self, message: Probe) -> Answer:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
         reached = True
-        # Groups that restore whole prefixes are asked about first: if the first page of such a group is missing, no
-        # page of any group is useful.
+        # The prober first asks about groups in which all pages after a missing page are useless: if the first page of
+        # such a group is missing, no page of any group is useful.
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
         for group in order:

@@ -62,8 +62,8 @@ class Client:
 
     Args:
         host, port: RPC address of the master.
-        connect_s: the most seconds that connecting to the master may take. Setting up the library then takes one round
-            trip, or up to MC_RPC_TIMEOUT_MS.
+        connect_s: maximum number of seconds that connecting to the master may take. Setting up the library then takes
+            one round trip, or up to MC_RPC_TIMEOUT_MS.
         devices: names of RDMA devices; empty for TCP.
 
     Attributes:

@@ -27,11 +27,11 @@ from flexkv.remote.base import (
 from flexkv.remote.mooncake.client import UNREACHABLE, Client
 
 BATCH_VALUES = 8
-"""The most values per library call. Larger calls are no faster (values of 2 MiB over loopback), and a call cannot be
-interrupted.
+"""The maximum number of values per library call. Larger calls are no faster (values of 2 MiB over loopback), and a call
+cannot be interrupted.
 """
 BATCH_NAMES = 256
-"""The most names per library call of `exists` and `remove`, which takes one round trip of 0.2 ms."""
+"""The maximum number of names per library call of `exists` and `remove`. Such a call takes one round trip of 0.2 ms."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"

@@ -25,8 +25,8 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """The identity by which names are spread over servers. It is the same on all machines that use the same host
-        name for the server, with or without TLS.
+        """The server's identity, from which the assignment of names to servers is computed. It is the same on all
+        machines that use the same host name for the server, with or without TLS.
         """
         return f"{self.host}:{self.port}/{self.database}"
 

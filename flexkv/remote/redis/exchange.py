@@ -13,8 +13,9 @@ from flexkv.remote.redis.socket_stream import DeadlinePassed
 from flexkv.remote.redis.turns import Steps
 
 WINDOW_BYTES = 8 << 20
-"""The most bytes of commands and values in flight, that is, sent or requested and not yet answered. Four values of 2
-MiB keep both sides busy. The limit also bounds how much a server must buffer for a client that reads slowly.
+"""The maximum number of bytes of commands and values in flight, that is, sent or requested and not yet answered. Four
+values of 2 MiB keep both sides busy. The limit also bounds how much a server must buffer for a client that reads
+slowly.
 """
 SKIP_BYTES = 4 << 20
 """A value of a wrong size is read and dropped if it has at most this many bytes. That takes a few ms, about as long as

@@ -11,7 +11,7 @@ from flexkv.remote.redis.resp import ConnectionFailed
 from flexkv.remote.redis.turns import Steps, TurnWait
 
 LOOK_S = 0.002
-"""A call checks every this many seconds whether the thread has an answer."""
+"""While a call waits, it checks at intervals of this many seconds whether the thread has an answer."""
 
 Found = tuple[socket.AddressFamily, Any]
 """Address family and address, as `socket.socket` and `connect` take them."""

@@ -38,7 +38,9 @@ Reply = int | str | Refusal | Bulk | None
 """The meaning of one line: a number, a word, an error, a value that follows, or (None) no value."""
 
 MOST_DIGITS = 18
-"""The most digits of a number in a reply. A longer number is invalid, although Python's integers would accept it."""
+"""The maximum number of digits of a number in a reply. A longer number is invalid, although Python's integers would
+accept it.
+"""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}

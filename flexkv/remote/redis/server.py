@@ -36,7 +36,7 @@ class Server:
 
     @property
     def due(self) -> bool:
-        """Whether the server has rested long enough to be probed."""
+        """Whether the server was left alone long enough to be probed again."""
         return self._breaker.due(time.monotonic())
 
     @property

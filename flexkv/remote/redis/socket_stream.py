@@ -20,10 +20,10 @@ LINE_BYTES = 8192
 value arrives in this buffer, behind the line before the value, it is copied to the value's memory.
 """
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""The most buffers in one `sendmsg` call."""
+"""The maximum number of buffers in one `sendmsg` call."""
 TLS_SEND_BYTES = 1 << 18
-"""The most bytes that OpenSSL gets in one call. If OpenSSL cannot send them, the next call must pass the same bytes
-again, so this number is small.
+"""The maximum number of bytes that OpenSSL gets in one call. If OpenSSL cannot send the bytes, the next call must pass
+the same bytes again, so this number is small.
 """
 SCRATCH_BYTES = 1 << 16
 

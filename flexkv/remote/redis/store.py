@@ -28,8 +28,8 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""A server that has rested long enough is pinged during a call. The call waits at most this many seconds for the answer
-to the ping.
+"""A server that did not answer is not called for a while: it rests. After its rest, a call also pings the server, and
+waits at most this many seconds for the answer to the ping.
 """
 
 WRONG_TYPE = "WRONGTYPE"
@@ -114,8 +114,8 @@ class RedisStore(Store):
         ends_s = time.monotonic() + deadline_s
         used = {number for number, server in enumerate(self._servers) if server.usable}
         resting = set(range(len(self._servers))) - used
-        # Resting servers are pinged with the full deadline only if no other server answers. Otherwise `_run` pings
-        # those whose rest is over, and waits for them RETRY_S at most.
+        # Resting servers (servers that are not called for now) are pinged with the full deadline only if no other
+        # server answers. Otherwise `_run` pings those whose rest is over, and waits for them RETRY_S at most.
         for numbers in filter(None, (used, resting)):
             pings = {number: self._servers[number].ping(ends_s) for number in numbers}
             self._run(pings)

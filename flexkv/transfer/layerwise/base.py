@@ -54,7 +54,7 @@ class LayerTransform(Protocol):
     """Changes one layer's keys in place, usually by a rotation from old to new positions."""
 
     def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
-        """Changes `keys`, shape [rows, heads, head_width], in the pool's dtype. Values are never passed.
+        """Changes `keys`, shape [rows, heads, head_width], in the pool's dtype. V is never passed.
 
         The pipeline calls this once per layer, in ascending order, as work of the compute stream. On the host device
         the call runs in that stream's thread. On a GPU the compute stream is the current stream, and the call enqueues
@@ -65,9 +65,7 @@ class LayerTransform(Protocol):
 
 
 class LayerScatter(Protocol):
-    """Writes one layer to paged memory, which otherwise the pipeline does itself. Usually it rotates keys in the same
-    pass.
-    """
+    """Writes one layer to paged memory in place of the pipeline. Usually rotates the keys in the same pass."""
 
     def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
         """Writes `rows`, shape [planes, rows, heads, head_width], to their slots. Writes zeros for the rows in `gaps`.
@@ -76,7 +74,8 @@ class LayerScatter(Protocol):
         pipeline ends, and all chunks fail.
 
         Args:
-            gaps: numbers of the rows that no chunk covers, from `LayerDevice.index`; their content is undefined.
+            gaps: numbers of the rows that no chunk covers, from `LayerDevice.index`. The content of these rows in
+                `rows` is undefined.
         """
 
 

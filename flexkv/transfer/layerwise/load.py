@@ -56,8 +56,8 @@ class LoadPipeline(Pipeline):
         transform: changes the keys of each layer; None leaves them as they are.
         deadline_s: the longest time in seconds that `get_kv`, `wait_scattered`, the step that yields the report, or an
             early close waits.
-        prefetch_layers: how many layers the pipeline holds at the same time, each in its own buffer, including the
-            current layer; 2 to 16.
+        prefetch_layers: number of layers that the pipeline holds at the same time, each in its own buffer, including
+            the current layer; 2 to 16.
         scatter: function that writes each layer to paged memory; None to let the pipeline write it. Not allowed
             together with `transform`.
 
@@ -120,7 +120,7 @@ class LoadPipeline(Pipeline):
 
     @property
     def begun_layers(self) -> int:
-        """The number of layers whose loads have begun, in their steps or ahead of them."""
+        """The number of layers whose loads have begun, in the layers' own steps or ahead of them."""
         return len(self._loaded)
 
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:

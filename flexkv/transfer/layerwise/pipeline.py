@@ -96,7 +96,7 @@ class Pipeline(ABC):
 
     @property
     def prefetch_layers(self) -> int:
-        """How many layers the pipeline holds at the same time, which is the number of its buffers."""
+        """The number of layers that the pipeline holds at the same time, which is the number of its buffers."""
         return len(self._buffers)
 
     def _buffer_of(self, layer: int) -> Array:

@@ -25,7 +25,7 @@ class PageInterior:
         offsets: for each layer and each of its planes, K first, the offset of the plane's first row from the slot's
             start, in bytes.
         shape: the shape of a plane: (block_tokens, heads, head_width).
-        strides: bytes from one token, head or element to the next.
+        strides: bytes from one token to the next, from one head to the next, and from one element to the next.
     """
 
     offsets: tuple[tuple[int, ...], ...]

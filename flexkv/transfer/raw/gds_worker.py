@@ -29,8 +29,9 @@ TENSORRT_LLM = 1
 """The value of `RawPool.gpu_block_type` for pools in which all layers of a block are adjacent."""
 
 SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
-"""Two block numbers whose alignment shows how all blocks of a pool are aligned, and so whether the pool needs staging
-buffers."""
+"""The numbers of two blocks. The alignment of these blocks shows how all blocks of a pool are aligned, and so whether
+the pool needs staging buffers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class RawPool:
         gpu_block_type: the engine's order of a block's bytes: 0 for vLLM, 1 for TensorRT-LLM, 2 for SGLang.
         layer_ptrs: one address per layer (vLLM), one address (TensorRT-LLM), or the addresses of K of every layer and
             then of V of every layer (SGLang).
-        block_stride, kv_stride, layer_stride: bytes from one block, K or V, or layer to the next.
+        block_stride, kv_stride, layer_stride: bytes from one block to the next, from K to V, and from one layer to the
+            next.
         gpu_device_id: the GPU that holds the pool; -1 for plain memory.
         is_mla: whether K and V are stored together as one vector.
         blocks: number of blocks in the pool; 0 if it is not known. If it is known, blocks that are contiguous can be
@@ -64,8 +66,9 @@ class RawFileLayout:
 
     Attributes:
         total_layers: number of layers in a block.
-        chunk: how many bytes this rank copies of K or V of one layer of one block.
-        layer_stride, kv_stride, block_stride: bytes from one layer, K or V, or block to the next.
+        chunk: number of bytes of K, or of V, that this rank copies in one layer of one block.
+        layer_stride, kv_stride, block_stride: bytes from one layer to the next, from K to V, and from one block to the
+            next.
         blocks_per_file: number of blocks in each file.
         copy_offset: offset of this rank's bytes in a chunk that several ranks share.
     """
@@ -96,7 +99,7 @@ class GDSTransferWorker:
         ssd_files: the paths of each disk's files, by the disk's number.
         config: the settings; None to read them from FLEXKV_CONFIG's file and the environment variables FLEXKV_GDS_* and
             FLEXKV_DISK_IO, which override the file.
-        round_robin: how many consecutive blocks are on one disk before the next block is on the next disk.
+        round_robin: number of consecutive blocks that are on one disk; the next block is on the next disk.
         use_staged_transfer, max_staging_blocks: override the settings in `config`; None keeps them.
         engine_stream: the engine's device stream; transfers start after the work enqueued on it.
         io: the I/O backend. It is used for a pool in plain memory, and for a GPU whose transfers must pass through
@@ -104,8 +107,7 @@ class GDSTransferWorker:
 
     Raises:
         ContractError: `engine_stream` is not a stream.
-        ConfigError: a setting or option is not allowed, a file cannot be opened, or the kernel refuses the backend
-            `io`.
+        ConfigError: a setting or option is not allowed, a file cannot be opened, or Linux refuses the I/O backend `io`.
         CapacityError: there is not enough memory for the staging buffers; the message names the setting to change.
     """
 
