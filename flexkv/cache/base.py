@@ -535,8 +535,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`, drops expired pages, and ends each wait that ran out
-        more than the longest `TierFacts.wait_s` ago. Returns the number of leases that it ended."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, drops expired pages, and ends waits that ran out long
+        ago (longer ago than the longest `TierFacts.wait_s`). Returns the number of leases that it ended."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
 """If one call plans writes because the tier is idle or because pages are to be evicted, these writes have at most this
-many pages. Planning these writes then takes at most tens of us of a step."""
+many pages. Planning these writes then takes at most tens of microseconds of a step."""
 
 LEAVE_SHARE = 16
 """In the write modes BACK and EVICT, one host slot in this many is kept free, so that a store finds free slots without

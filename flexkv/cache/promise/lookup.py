@@ -149,8 +149,8 @@ class Lookup:
     # --- whole prefixes ---
 
     def _lease_prefix(self, ask: Ask) -> tuple[Lease, list[list[PageRun]]]:
-        """Leases the prefix in host memory, as far as it may be promised, and the pages in other tiers that follow it.
-        Returns the lease of the prefix, and the runs of the following pages, per group."""
+        """Leases the prefix in host memory, as far as it may be promised, and the pages in other tiers that follow the
+        prefix. Returns the lease of the prefix, and the runs of the following pages, per group."""
         start, room_pages = ask.start_tokens // self._block_tokens, max(0, ask.room_pages)
         if not self._one_group:
             return self._lease_in_groups(ask, start)

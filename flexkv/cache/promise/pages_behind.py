@@ -18,8 +18,8 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 Rest = list[list[PageRun]]
-"""Per group, the runs of the blocks that follow a lease. Each run is leased in its tier. The block numbers are the same
-in all groups."""
+"""Per group, the runs of the blocks that follow a lease. Each run (consecutive pages in one tier) is leased in its
+tier. The runs of all groups cover the same blocks."""
 
 
 class PagesBehind:
