@@ -171,8 +171,8 @@ def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def layerwise(folder: Path, rounds: int) -> dict[str, float]:
-    """Returns the medians of three times in milliseconds: of a load page by page, of a load in ranges of layers, and
-    until the first layer of the load in ranges. Also returns ratios of these times.
+    """Returns the medians of three times in milliseconds: the time of a load page by page, the time of a load in ranges
+    of layers, and the time until the first layer of the load in ranges has arrived. Also returns ratios of these times.
     """
     rig = Rig(folder, 2 * MIB, LOAD_PAGES, host_slots=LOAD_PAGES)
     places = np.random.default_rng(3).permutation(LOAD_PAGES).astype(np.int32)

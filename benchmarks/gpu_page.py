@@ -20,7 +20,7 @@ HEADING = """\
 
 Written by `python -m benchmarks.gpu_results render`; every figure was measured, and what did not run is named."""
 MOST_FAILURES = 20
-"""The most failed tests that the page lists."""
+"""Maximum number of failed tests that the page lists."""
 ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
 """Keys in the JSON of `flexkv bench transfer` whose values are lists of rows."""
 PARTIAL = "partial"

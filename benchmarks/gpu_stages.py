@@ -30,7 +30,7 @@ BEGUN: tuple[State, ...] = (*ENDED, "cut", "running")
 TERM_S = 5.0
 """Seconds that a child process may take to end after SIGTERM. Then it is killed."""
 ENDING_S = 3 * TERM_S
-"""The most seconds that `_end` takes. A stage may end this much later than its limit."""
+"""Maximum number of seconds that `_end` takes. A stage may end this much later than its limit."""
 TAIL_BYTES = 4000
 """The step's record contains the last bytes of the step's output, up to this many. The step's log contains all
 output."""
@@ -210,8 +210,8 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            # The stage runs no further steps if a process could not be ended, because it would distort their
-            # measurements.
+            # The stage runs no further steps if a process could not be ended, because that process would distort their
+            # measurements. The stage also ends if a required step did not pass.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
 

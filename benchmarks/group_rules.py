@@ -1,8 +1,8 @@
 """Measures lookups of a request of 8,192 blocks in KV groups with different rules: `python -m benchmarks.group_rules`.
 
-Each round runs all cases in turn. Each case has its own index. Besides the request's pages, the index has seven times
-as many pages of other requests. The times are compared with the lookup of one group with the rule "full" in the same
-rounds.
+Each round runs all cases in turn. Each case has its own index. Besides the request's pages, the index contains seven
+times as many pages of other requests. The times are compared with the lookup of one group with the rule "full" in the
+same rounds.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class Unit:
             self._there.popitem(last=False)
 
     def _put(self, blocks: Sequence[int], now_s: float) -> None:
-        """Puts the blocks that are not in the list of blocks that the store is assumed to have. First asks the store
-        which of these blocks it has, and leaves those out.
+        """Puts blocks into the store. Leaves out the blocks that the store is assumed to have, and those that the
+        store, when asked, reports to have.
         """
         new = [block for block in blocks if block not in self._there]
         self._counts["names_of_puts"] += len(new)

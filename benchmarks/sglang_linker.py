@@ -49,7 +49,7 @@ class Runs:
         cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, that comes from the engine's own
             cache, and that comes from flexkv, in this order.
         served: number of the hit's tokens that came from flexkv.
-        cpu_s: CPU seconds per request without hits, by engine.
+        cpu_s: for each engine, the CPU seconds per request without hits.
         share: CPU time of flexkv's hooks and threads, as a share of the CPU time of the rest of the same engine, for
             requests without hits.
     """

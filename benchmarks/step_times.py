@@ -39,8 +39,8 @@ class Step:
         begin_s, end_s: when the engine had the first of these tokens, and when it had the second.
         prefill_tokens: number of tokens of other requests that the step computed.
         running: number of requests in the step.
-        launched_tokens: the most tokens of other requests in a batch that the engine launched during the step. With
-            asynchronous scheduling an engine launches a batch before it has the result of the previous one.
+        launched_tokens: maximum number of tokens of other requests in a batch that the engine launched during the step.
+            With asynchronous scheduling an engine launches a batch before it has the result of the previous one.
         adding_s: seconds in which the engine's thread added requests. They do not count as part of the step, because a
             server adds requests in another process.
         connector_s: seconds that scheduler and worker spent in calls of the connector.

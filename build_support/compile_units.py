@@ -1,10 +1,10 @@
 """Decides which source files are compiled as one unit.
 
 The compiler spends much of its time on headers that most files of a folder include. In build variants with a sanitizer,
-which are only for tests, it therefore compiles up to `TOGETHER` files of a folder as one unit. A unit is a generated
-file that includes these files. Compiler messages still show the included file. Any two files of a folder can be in one
-unit, so declarations in their anonymous namespaces need different names; otherwise the compiler reports a redefinition
-and names both files.
+which are only for tests, the build therefore compiles up to `TOGETHER` files of a folder as one unit. A unit is a
+generated file that includes these files. Compiler messages still show the included file. Any two files of a folder can
+be in one unit, so declarations in their anonymous namespaces need different names; otherwise the compiler reports a
+redefinition and names both files.
 
 Build variants that users run have one object for each file, so that after a change only one file is compiled again.
 Bindings are the exception: they are compiled in units of up to `BINDINGS_TOGETHER` files, because each file of bindings

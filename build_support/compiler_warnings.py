@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 FATAL = {"FATAL_CXX": "-Werror", "FATAL_NVCC": "-Werror all-warnings"}
-"""The flag of each compiler, by the environment variable through which the compiler gets it."""
+"""Maps each environment variable to the flag that a compiler gets through it. The flag turns warnings into errors."""
 
 NOTE = ".warned"
 """Suffix of the marker file beside an object; the file holds the compiler's output."""

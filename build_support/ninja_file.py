@@ -289,7 +289,7 @@ class NinjaFile:
         return name
 
     def _flags(self, source: Path) -> str:
-        """Returns the flags of `source`, which the other files of its unit share."""
+        """Returns the compiler flags of `source`. The other files of its unit have the same flags."""
         header = _precompiled_header(source, self.variant.sanitizer)
         quickly = f"{self._quickly_as(header)} -include {header}.h" if header else ""
         if source == DOCTEST_MAIN:

@@ -1,5 +1,5 @@
-"""Raises ConfigError when imported. Another package that is named flexkv has its cache manager in a module with this
-name.
+"""Raises ConfigError with an explanation when imported, because another package that is named flexkv has its cache
+manager in a module with this name.
 """
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv

@@ -113,8 +113,8 @@ class SegmentCache:
         return SegmentLoad(self._moves, hits, self.deadline_s)
 
     def load_staged(self, tokens: int) -> SegmentLoad:
-        """Makes a load of `tokens` tokens whose rows the caller itself writes to the staging pool. The load's only hit
-        lists the blocks to write to.
+        """Returns a load object for `tokens` tokens whose rows the caller itself writes to the staging pool. The
+        object's only hit lists the blocks to write to.
 
         Raises:
             CapacityError: the staging pool has too few free blocks.

@@ -51,7 +51,7 @@ class Asked:
 
 
 class SegmentLookup:
-    """The lookups of one segment cache: asks the cache's manager, and begins the loads of hits."""
+    """Makes the lookups of one segment cache: asks the cache's manager, and starts loading the hits."""
 
     def __init__(self, unit: SegmentUnit, moves: SegmentMoves, scheme: SegmentKeyScheme) -> None:
         self._unit = unit

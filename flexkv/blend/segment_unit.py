@@ -32,8 +32,9 @@ UNIT = "segments"
 """Name of the ownership unit. It is the same for all segment caches, so only one at a time uses a model's folder."""
 
 QUEUE_PLACES = 4
-"""The queue of the disks' lane has this many entries per read that one lookup may plan. Reads and writes each need some
-entries, and a finished op keeps its entry until its result is taken."""
+"""The queue of the disks' lane has this many entries per read that one lookup may plan. Read ops and write ops each
+need some entries, and a finished op keeps its entry until its result is taken.
+"""
 
 LOOK_EVERY_S = 0.05
 """During a wait for reads, the longest time in seconds between two checks of whether a disk was lost."""

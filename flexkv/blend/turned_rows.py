@@ -209,7 +209,7 @@ class TurnedLayers:
             self._step()
 
     def _step(self) -> None:
-        """Makes the next layer the current one, and begins to fill the free buffers with the layers after it."""
+        """Makes the next layer the current one, and starts filling the free buffers with the layers after it."""
         begun = self._sent < self._pipeline.begun_layers
         self._steps.send(() if begun else self._take(self._sent))
         self._sent += 1

@@ -113,8 +113,9 @@ def machine_facts(memory: MemoryState) -> Facts:
 def copy_ways_facts(settings: TransferConfig) -> Facts:
     """Returns for each GPU the table that decides which runs the kernel copies instead of the copy engine.
 
-    `kernel_below_bytes` has the limit for loads and for stores: the kernel copies shorter runs. "all" means runs of
-    every length. `kernel_below_bytes` is None for the built-in table, and for a table that is refused.
+    `kernel_below_bytes` contains one limit for loads and one for stores: the kernel copies the runs that are shorter
+    than the limit. "all" means runs of every length. `kernel_below_bytes` is None for the built-in table, and for a
+    table that is refused.
     """
     tables = []
     for device in range(c_ext.cuda_info()["device_count"]):

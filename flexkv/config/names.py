@@ -104,7 +104,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
     """Makes the error for a setting that does not exist. If another system has a setting of that name, the error hints
-    at our equivalent. Otherwise it suggests the nearest name, or the command that lists all names.
+    at flexkv's equivalent. Otherwise it suggests the nearest name, or the command that lists all names.
     """
     names = list(allowed)
     hint = other_system_hint(name, value, str)

@@ -182,8 +182,9 @@ def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -
 
 
 def _with_unit(value: object, unit: str) -> str:
-    """Returns a size in our notation, such as '5GiB'. If the value is not a positive whole number of bytes, returns an
-    example."""
+    """Returns a size in flexkv's notation, such as '5GiB'. If the value is not a positive whole number of bytes,
+    returns an example.
+    """
     try:
         number = Fraction(str(value).strip())
     except (ValueError, ZeroDivisionError):

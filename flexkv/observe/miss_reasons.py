@@ -1,4 +1,6 @@
-"""Reasons why a lookup promises no more blocks. Metrics, documentation and the control plane share this list."""
+"""The reasons why a lookup does not promise the next block of a request. Metrics, documentation and the control plane
+share this list.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from enum import Enum
 
 
 class MissReason(Enum):
-    """One reason why a lookup promises no more blocks. A new reason needs a line in this class, and code in
-    `flexkv/cache/promise/` that detects it.
+    """One reason why a lookup does not promise the next block of a request. A new reason needs a line in this class,
+    and code in `flexkv/cache/promise/` that detects it.
 
     Attributes:
         reason: the value of the label `reason` of `flexkv_missed_blocks_total`.

@@ -42,7 +42,8 @@ IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
 """Values of linux/ioprio.h. With the idle priority, a thread reads only while no other thread uses the disk, if the
-disk's scheduler supports priorities. IOPRIO_SET has the number of the system call by architecture."""
+disk's scheduler supports priorities. IOPRIO_SET contains the number of the system call for each architecture.
+"""
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 """Error numbers that a file system without O_DIRECT returns."""

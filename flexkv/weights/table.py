@@ -46,7 +46,7 @@ clock, a further change could otherwise get the same time as the last one.
 """
 
 Known = Mapping[str, tuple[FileState, str]]
-"""The state in which a file was read, and the file's digest, by the file's real path."""
+"""Maps a file's real path to the state in which the file was read, and to the file's digest."""
 
 
 class WeightsTable:

@@ -13,7 +13,7 @@ from pathlib import Path
 CALL_BYTES = 2 << 20
 """Bytes per read: enough that the cost of a system call is negligible."""
 THREADS = 8
-"""Reads in flight at once. NVMe disks reach their full rate with fewer reads of 2 MiB."""
+"""Number of reads in flight at once. NVMe disks reach their full rate with fewer reads of 2 MiB."""
 
 
 class BareReads:

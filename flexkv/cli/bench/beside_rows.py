@@ -43,7 +43,7 @@ while its last copies finish."""
 
 @dataclass(frozen=True, slots=True)
 class CopyKind:
-    """One kind of copies that runs at the same time as the engine's work."""
+    """One kind of copies that are made at the same time as the engine's work."""
 
     direction: str
     kinds: tuple[OpKind, ...]
@@ -66,7 +66,7 @@ class BesideRow:
         direction: "H2D", "D2H" or "both" at once.
         layerwise: whether loads were moved layer by layer.
         run_bytes: length of a run in bytes; 0 if nothing was measured.
-        path: the path that copied most of the bytes. `path_bytes` has the bytes of every path.
+        path: the path that copied most of the bytes. `path_bytes` contains the bytes of every path.
         multiprocessors: number of multiprocessors that the path takes.
         alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: percentiles of the work's time over all windows, alone
             and during copies, in milliseconds; None if nothing was measured.

@@ -65,7 +65,9 @@ class TransferRow:
 
 
 def copy_path(engine: TransferEngine) -> tuple[str, int]:
-    """Returns the path that copied most of the engine's bytes, and the multiprocessors that it takes for loads."""
+    """Returns the path that copied most of the engine's bytes, and the number of multiprocessors that this path takes
+    for loads.
+    """
     return chosen_path(path_bytes(engine), "H2D")
 
 
@@ -77,7 +79,9 @@ def path_bytes(engine: TransferEngine) -> dict[str, int]:
 
 
 def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
-    """Returns the path with the most bytes, and the multiprocessors that it takes for "H2D", "D2H" or "both"."""
+    """Returns the path with the most bytes, and the number of multiprocessors that this path takes for "H2D", "D2H" or
+    "both".
+    """
     if not moved:
         return "cpu", 0
     path = max(moved, key=lambda name: moved[name])
@@ -353,7 +357,7 @@ class TransferBench:
 
     def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:
         ops = tuple(
-            # Both directions have one priority, because a store of lower priority would pause for the load.
+            # Both directions have the same priority, because a store of lower priority would pause for the load.
             TransferOp(OpId(next(self._ids)), kind, 0, Priority.LOAD, ids.copy(), ids.copy(), False)
             for kind, ids in zip(kinds, share, strict=True)
         )

@@ -17,7 +17,8 @@ PREFIX = "flexkv-bench/"
 """Prefix of the names of the measurement's values. Names of engines' values begin differently."""
 TTL_S = 600
 """Time to live of the measurement's values, in seconds. If the measurement is killed, a store that can expire values
-drops the remaining ones after this time."""
+removes the remaining values after this time.
+"""
 NAMES = 256
 """Number of names per `exists` call, which is as many as a unit asks for at once."""
 SINGLE_VALUES = 16
@@ -43,8 +44,8 @@ class BenchRow:
         unit: unit of `rate`: "GB/s" or "names/s".
         rate: how much was moved or answered per second of the calls, in `unit`; 0.0 if nothing was.
         call_ms: median time of a call in milliseconds.
-        ratio: this rate divided by the rate with one value or name per call. None in the row with one per call, and if
-            that row's rate is 0.
+        ratio: this rate divided by the rate with one value or name per call. None in the row with one value or name per
+            call, and if that row's rate is 0.
     """
 
     what: str

@@ -19,10 +19,10 @@ SAMPLES = {
     "engine-sglang.yaml": "SGLang's --config",
     "engine-tensorrt-llm.yaml": "TensorRT-LLM's --extra_llm_api_options",
 }
-"""File -> its description."""
+"""Maps each file to its description."""
 
 ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
-"""Samples that an engine reads. flexkv reads all other samples, if FLEXKV_CONFIG has their path."""
+"""Samples that an engine reads. flexkv itself reads any other sample if FLEXKV_CONFIG contains the sample's path."""
 
 
 def sample_text(name: str) -> str:
