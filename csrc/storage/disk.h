@@ -1,6 +1,7 @@
 // One disk of the disk tier: a queue of pages to read and write, and the thread that does all its I/O. Reads
-// go before writes. The thread verifies pages that it has read, and seals pages that it writes, while other
-// I/Os are in flight: it verifies a few pages at a time and begins new I/Os in between.
+// go before writes. While other I/Os are in flight, the thread verifies the pages that it has read, and seals
+// (adds the trailer to) the pages that it writes. It verifies only a few pages at a time, and begins new I/Os
+// in between.
 #pragma once
 #include <array>
 #include <atomic>
@@ -33,13 +34,14 @@ struct DiskGroup {
 
 struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
-  int32_t depth = 32;     // the maximum number of I/Os in flight
-  double stuck_s = 30.0;  // after this many seconds without progress the disk counts as hung; 0: never
-  // Whether to register the host pools with io_uring, so that their memory stays pinned instead of being
+  int32_t depth = 32;  // the maximum number of I/Os in flight
+  // A disk without progress for this many seconds counts as hung. 0: a disk never counts as hung.
+  double stuck_s = 30.0;
+  // Whether to register the host pools with io_uring, so that their memory stays pinned. Otherwise, it is
   // pinned for each I/O.
   bool register_buffers = false;
-  // Whether the thread writes zeros, while the disk is idle, to slots whose space is allocated but was never
-  // written.
+  // Whether the I/O thread writes zeros, while the disk is idle, to slots that have allocated space but were
+  // never written.
   bool zero_fill = false;
 };
 
@@ -54,14 +56,14 @@ struct PageTask {
   std::shared_ptr<WorkItem> item;
   size_t index = 0;  // the page's index in the work item
   PageMove move;
-  int64_t slot = 0;  // slot of the page in the disk's slab
+  int64_t slot = 0;  // number of the page's slot in the disk's slab
 };
 
 class Disk {
  public:
   // `wrap` wraps the I/O queue in a queue that a test provides; it may be null. `on_change` is called after
-  // queued() has fallen or the disk was lost. Any thread may call `on_change`, and holds no lock during the
-  // call.
+  // the value of queued() has fallen, or after the disk was lost. It may be called in any thread; the calling
+  // thread then holds no lock.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
@@ -69,54 +71,56 @@ class Disk {
   // Queues tasks. If the disk is lost, reports their pages as LANE_DOWN to `source` at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // The lane queues more pages on a disk only while fewer than this many are queued.
+  // The lane queues more pages on this disk only while fewer than room_below() pages are queued.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
-  // How the I/O backend differs from the requested one, and why; empty if it does not differ.
+  // Says how the I/O backend differs from the requested one, and why; empty if it does not differ.
   std::string backend_note() const;
-  // Why the disk is full; empty if it is not. While the disk is full, writes fail if the file system has not
-  // yet allocated the slot; all writes may fail if even an allocated slot could not be written. The reason
-  // stays until a write's success shows that there is space again.
+  // Says why the disk is full; empty if it is not. While the disk is full, writes to a slot fail if the file
+  // system has not yet allocated the slot's space. If even an allocated slot could not be written, all writes
+  // may fail. The reason stays until a successful write shows that there is space again.
   std::string full_reason() const;
-  // Takes the disk out of service: no more I/O begins. Queued pages fail with LANE_DOWN at once, and pages in
-  // flight are reported after their I/O has finished. The queued pages are reported to `source`, which may be
-  // null if there are none.
+  // Takes the disk out of service: no further I/O is begun. Queued pages fail with LANE_DOWN at once, and
+  // pages in flight are reported after their I/O has finished. The queued pages are reported to `source`,
+  // which may be null if no pages are queued.
   void take_out(const std::string& reason, WorkSource* source);
-  // The watchdog calls this at regular intervals. Returns true if the oldest job in flight has been the same
-  // for the last `looks` calls.
+  // The watchdog calls this at regular intervals. Returns true if the oldest job in flight was the same in
+  // the last `looks` calls, so that the disk counts as hung.
   bool look(int32_t looks);
 
-  // The body of the I/O thread. It returns after stop(), when nothing is queued or in flight.
+  // The body of the I/O thread. It returns when stop() has been called and nothing is queued or in flight any
+  // more.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
   // If the I/O thread is writing zeros, waits until that write has finished, but not beyond `until`. Returns
   // true if the thread is not writing zeros any more: run() then returns as soon as the pages in flight have
-  // finished. Otherwise returns false: the write may hang, and no work item waits for it. Precondition:
-  // stop() was called.
+  // finished. Returns false if the write has not finished by then: it may hang, but no work item waits for
+  // it. Precondition: stop() has been called.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
-  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros. If
-  // it hangs, the files stay open, because ZeroFill has references of its own.
+  // Releases this object's references to the files. Precondition: run() has returned, was never called, or
+  // hangs in a write of zeros. If it hangs, the files stay open, because ZeroFill has references of its own.
   void close_files() { slabs_.clear(); }
 
  private:
-  // The read or write of one page, which may take several I/Os.
+  // The read or the write of one page, which may take several I/Os.
   struct Job {
     PageTask task;
     const DiskGroup* group = nullptr;
     bool write = false;
-    uint64_t sequence = 0;               // number of the job, in the order of their starts; 0: free
-    int64_t bytes = 0;                   // total size of its I/Os
-    int32_t open_ios = 0;                // number of its I/Os that have not finished
-    int32_t error = 0;                   // errno of the first I/O that failed; 0: none
-    int64_t missing = 0;                 // number of requested bytes that short I/Os did not move
-    bool shows_room = false;             // whether the write's success shows that a full disk has space again
+    uint64_t sequence = 0;  // number of the job, in the order in which jobs begin; 0: this object is free
+    int64_t bytes = 0;      // total size of the job's I/Os
+    int32_t open_ios = 0;   // number of the job's I/Os that have not finished
+    int32_t error = 0;      // errno of the job's first I/O that failed; 0: none failed
+    int64_t missing = 0;    // number of requested bytes that short I/Os did not move
+    // Whether the success of this write would show that a full disk has space again.
+    bool shows_room = false;
     const LayerReads* layers = nullptr;  // the layers to read; null: the complete image
     std::vector<std::byte*> span_at;     // address to which each span of `layers` is read
-    // A separate buffer, if the I/O does not use the host slot directly.
+    // A separate buffer for the I/O; null if the I/O uses the host slot directly.
     std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
   };
   struct Io {
@@ -171,7 +175,8 @@ class Disk {
   std::condition_variable work_;
   std::deque<PageTask> reads_;
   std::deque<PageTask> writes_;
-  IoQueue* queue_ = nullptr;  // set while the I/O thread may be in IoQueue::wait; push() then ends that wait
+  // Not null while the I/O thread may be in IoQueue::wait(); push() then ends that wait.
+  IoQueue* queue_ = nullptr;
   std::string backend_;
   std::string backend_note_;
   uint64_t pushes_ = 0;
@@ -182,14 +187,15 @@ class Disk {
   std::string lost_reason_;
   std::string full_reason_;
 
-  // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the two members after
-  // `oldest_`.
+  // The I/O thread writes `oldest_`, and the watchdog reads it. Only the watchdog uses the two members that
+  // follow `oldest_`.
   std::atomic<uint64_t> oldest_{0};  // sequence number of the oldest job in flight; 0: none is in flight
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;
 
   // Only the I/O thread uses the members from here on.
-  std::vector<Job> jobs_;  // at most `depth` of them have I/Os; the others are free or in `arrived_`
+  // At most `depth` of these jobs have I/Os in flight. The other jobs are free or in `arrived_`.
+  std::vector<Job> jobs_;
   std::vector<size_t> free_jobs_;
   std::deque<size_t> arrived_;  // jobs whose I/Os have finished and whose pages are not reported yet
   std::vector<Io> ios_;
@@ -201,15 +207,16 @@ class Disk {
   int32_t running_writes_ = 0;  // number of writes among the running jobs
   int64_t running_bytes_ = 0;   // total size of the running jobs' I/Os
   std::optional<ZeroFill> zero_fill_;
-  int32_t reads_in_row_ = 0;  // number of consecutive reads that have overtaken a waiting write
+  int32_t reads_in_row_ = 0;  // number of consecutive reads that have been begun before a waiting write
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
   bool full_ = false;  // whether full_reason_ is set; the I/O thread reads this without taking the lock
-  // Whether even a write to an allocated slot found the disk full. This happens on file systems that write
-  // every update to a new place.
+  // Whether even a write to an allocated slot failed because the disk was full. This happens on file systems
+  // that write every update to a new location (copy-on-write).
   bool full_with_space_ = false;
   Clock::time_point full_until_{};  // before this time, writes to slots without allocated space fail at once
-  std::string pending_out_;         // why the I/O thread is about to take the disk out; empty: it is not
+  // Why the I/O thread is about to take the disk out of service; empty if it is not.
+  std::string pending_out_;
 };
 
 }  // namespace flexkv

@@ -11,23 +11,23 @@
 namespace flexkv {
 namespace {
 
-// Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
+// Unit: I/Os. When this many consecutive reads have overtaken a waiting write, the write is begun next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. How much may be in flight on one disk: kMostBytesInFlight if all are reads,
-// kMostWritesInFlight if any are writes. 16 pages of 2 MiB keep an NVMe drive at its full speed (on the
-// measured drive, 32 are no faster), and a read behind that many bytes of writes waits about 10 ms at 3 GB/s.
-// Reads alone may have twice as many: a page gains nothing by waiting outside the disk's queue, and more
-// pages in the queue keep the disk busy while this thread does not run.
+// Unit: bytes. The maximum number of bytes in flight on one disk: kMostBytesInFlight if all of them belong to
+// reads, kMostWritesInFlight if some belong to writes. 16 pages of 2 MiB keep an NVMe drive at its full speed
+// (on the measured drive, 32 pages are no faster). A read behind 32 MiB of writes waits about 10 ms at 3
+// GB/s. If there are only reads, twice as many bytes may be in flight: a page gains nothing by waiting
+// outside the disk's queue, and more pages in the queue keep the disk busy while this thread does not run.
 constexpr int64_t kMostBytesInFlight = int64_t{64} << 20;
 constexpr int64_t kMostWritesInFlight = int64_t{32} << 20;
-// Unit: bytes. After sealing this many bytes, the thread calls IoQueue::take, so that the queue does not hold
-// back these pages while more are sealed. This is 0.1 ms of sealing: one call per large page, or per 16 pages
-// of 64 KiB.
+// Unit: bytes. After the thread has sealed pages with this many bytes, it calls IoQueue::take(), so that the
+// queue passes these pages on to the disk before more pages are sealed. Sealing this much takes 0.1 ms. So
+// there is one call per large page, or per 16 pages of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
-// Unit: bytes. How many bytes the thread verifies before it serves the queue again: 0.1 ms at 10 GB/s, and
-// few compared with the bytes in flight.
+// Unit: bytes. How many bytes the thread verifies before it serves the queue again. Verifying them takes 0.1
+// ms at 10 GB/s. They are few compared with the bytes in flight.
 constexpr int64_t kCheckedBytesInRow = int64_t{1} << 20;
-// How long a disk must be without a task to count as idle. Shorter gaps occur within a burst of loads.
+// A disk counts as idle if it has had no task for this long. Shorter gaps occur within a burst of loads.
 constexpr std::chrono::milliseconds kIdleBeforeZeroFill{50};
 
 }  // namespace
@@ -37,7 +37,8 @@ void Disk::note(const std::string& text) {
   backend_note_ += (backend_note_.empty() ? "" : "; ") + text;
 }
 
-// Returns the memory of all host pools, one part per extent; empty if buffers are not to be registered.
+// Returns the memory of all host pools, one part per extent. Returns an empty list if the option
+// register_buffers is off.
 IoMemories Disk::host_memory() {
   IoMemories memories;
   if (!options_.register_buffers) return memories;
@@ -74,16 +75,17 @@ std::unique_ptr<IoQueue> Disk::make_queue() {
 }
 
 void Disk::run(const std::shared_ptr<WorkSource>& source) {
-  std::unique_ptr<IoQueue> queue;  // outlives the try block, so that no thread wakes a destroyed queue
+  // Destroyed only after the try block, so that no thread wakes a destroyed queue.
+  std::unique_ptr<IoQueue> queue;
   try {
     queue = make_queue();
     work(*queue, *source);
-    zero_fill_.reset();  // releases its files
+    zero_fill_.reset();  // releases ZeroFill's references to the files
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // I/Os in flight may still move bytes, and no thread will see them finish. So their pages are never
-    // reported, and their slots stay pinned forever.
+    // I/Os in flight may still move bytes, and no thread will notice when they finish. So the pages of these
+    // I/Os are never reported, and the pages' slots stay pinned forever.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;
@@ -119,12 +121,13 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // a push before queue_ is set does not end wait()
+        // A push() before queue_ is set does not end wait(), so the loop checks again.
+        if (pushes != pushes_) continue;
         queue_ = &queue;
       }
       queue.wait(done);
     } else {
-      // While the thread verifies pages, the disk works on the I/Os just submitted.
+      // While the thread verifies pages, the disk works on the I/Os that were just submitted.
       queue.take(done);
       ended.clear();
       end_arrived(ended);
@@ -163,8 +166,8 @@ bool Disk::wait_for_tasks() {
       zero_filling_ = false;
       zero_filled_.notify_all();
     }
-    // If a write of zeros failed, no more zeros are written. Pages do not need them, and errors of the disk
-    // will show in the pages' own I/O.
+    // If a write of zeros failed, no more zeros are written. Pages can do without zeros, and errors of the
+    // disk will show in the pages' own I/O.
     if (written < 0) zero_fill_.reset();
     if (written == 0) break;
   }
@@ -191,8 +194,8 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
       continue;
     }
     submit_ios(queue);
-    // Sealing more pages takes time. `take` passes the I/Os submitted so far on to the disk, so that the disk
-    // works during the sealing.
+    // Sealing more pages takes time. take() passes the I/Os that have been submitted so far on to the disk,
+    // so that the disk works in the meantime.
     held_back += write ? (*groups_)[static_cast<size_t>(task.move.group)].codec->image_bytes() : 0;
     if (held_back < kSealedBytesHeldBack) continue;
     held_back = 0;
@@ -208,8 +211,8 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
 bool Disk::pick(PageTask& task) {
   if (running_jobs_ == options_.depth || free_jobs_.empty()) return false;
   const std::lock_guard lock(mutex_);
-  // If there are only writes, they may use the full depth. The limit on bytes in flight still bounds how long
-  // a read that arrives later waits.
+  // If there are only writes, they may use the full depth. A read that is queued later still waits only for a
+  // limited time, because the bytes in flight are limited, too.
   const bool only_writes = reads_.empty() && running_writes_ == running_jobs_;
   const int32_t most_writes = only_writes ? options_.depth : (options_.depth + 1) / 2;
   const bool write_waits = !writes_.empty() && running_writes_ < most_writes;
@@ -254,7 +257,7 @@ void Disk::io_done(const IoDone& done) {
 }
 
 // Finishes jobs in the order in which their I/Os finished, and appends their pages to `ended`. Stops after
-// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os during the verification.
+// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os in the meantime.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

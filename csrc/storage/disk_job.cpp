@@ -1,5 +1,5 @@
 // A disk's work for one page. It begins the page's I/Os, and decides from their results whether the page
-// succeeded and whether the disk is full or must be taken out.
+// succeeded and whether the disk is full or must be taken out of service.
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -19,16 +19,16 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. After this many consecutive reads (or writes) of pages with an I/O error, the disk is taken
-// out. A bad sector makes a single page fail; a bad disk makes all pages fail.
+// Unit: pages. After this many consecutive reads (or writes) of pages have failed with an I/O error, the disk
+// is taken out of service. A bad sector makes a single page fail; a bad disk makes all pages fail.
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// How long the disk lane waits after a disk was full before it tries a write that needs space again. During
-// this pause its pages can be read, and slots with allocated space can be written.
+// After a disk was full, the disk lane waits for this long before it again tries a write that needs new
+// space. During this pause, the disk's pages can be read, and slots with allocated space can be written.
 constexpr std::chrono::seconds kFullPause{2};
 
-// Whether this error means that no slot of the disk can be used any more.
+// Whether this errno means that no slot of the disk can be used any more.
 bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
@@ -54,7 +54,7 @@ void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int6
     throw ContractError("an I/O that is not on 4 KiB boundaries");
   }
   const int64_t offset = slab.offset(jobs_[job].task.slot) + image_offset;
-  if (free_ios_.empty()) {  // the number of I/Os varies, because a layerwise read has a few per rank
+  if (free_ios_.empty()) {  // the number of I/Os varies, because a layerwise read makes several I/Os per rank
     free_ios_.push_back(ios_.size());
     ios_.emplace_back();
   }
@@ -66,8 +66,8 @@ void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int6
   jobs_[job].bytes += bytes;
 }
 
-// Begins the job of a page: seals the page if it is written, and prepares the I/Os. Throws if memory is
-// missing or the op's layers are invalid.
+// Begins the job of a page: seals the page if it will be written, and prepares the I/Os. Throws if there is
+// not enough memory, or if the op's layers are invalid.
 void Disk::begin(const PageTask& task) {
   const size_t at = free_jobs_.back();
   Job& job = jobs_[at];
@@ -97,8 +97,8 @@ void Disk::begin(const PageTask& task) {
   running_bytes_ += job.bytes;
 }
 
-// Begins a DISK_SEAL, which writes only the trailer: other lanes have written the stripes, and the op
-// contains the digests of their runs.
+// Begins the job of a DISK_SEAL op, which writes only the trailer: other lanes have written the stripes, and
+// the op contains the digests of their runs.
 void Disk::begin_seal(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -115,7 +115,7 @@ void Disk::begin_seal(size_t at) {
 }
 
 // Begins the read of a range of layers. The read of the first range also reads the trailer into the host
-// slot, where the reads of later ranges find it.
+// slot, where it stays for the verification of later ranges.
 void Disk::begin_layers(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -177,7 +177,7 @@ MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
           FailureCause::kSource};
 }
 
-// Counts an I/O error, and sets `pending_out_` if the disk must be taken out.
+// Counts an I/O error, and sets `pending_out_` if the disk must be taken out of service.
 void Disk::disk_error(bool write, int32_t error) {
   int32_t& in_row = write ? write_errors_in_row_ : read_errors_in_row_;
   ++in_row;

@@ -16,18 +16,19 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. The maximum number of pages in the queues of all disks together. This many take a few MiB of
-// memory. The limit matters if a disk hangs and the watchdog has not noticed yet.
+// Unit: pages. The maximum number of pages in the queues of all disks together. This many queued pages take a
+// few MiB of memory. The limit matters while a disk hangs and the watchdog has not noticed it yet.
 constexpr size_t kMostQueuedPages = 65536;
 // Unit: checks. A disk counts as hung if its oldest job stays the same for this many checks. Checks are
-// counted rather than seconds, so that a process that was stopped finds no disk hung when it resumes. The
-// transfer engine's watchdog has a constant with the same name and purpose.
+// counted instead of seconds because a process may be stopped for a while. When it resumes, no disk then
+// counts as hung. The transfer engine's watchdog has a constant with the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
 // Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds, or for this time if
 // `stuck_s` is smaller.
 constexpr double kLeastStuckS = 1.0;
 
-// The slot size of a group's slabs: the largest image of the groups that share them.
+// Returns the slot size of a group's slabs: the size of the largest image of the groups that share these
+// slabs.
 int64_t slab_slot_bytes(const std::vector<DiskGroup>& groups,
                         const std::vector<std::vector<std::shared_ptr<SlabFile>>>& slabs, size_t group) {
   int64_t bytes = groups[group].codec->image_bytes();
@@ -45,7 +46,7 @@ struct DiskLane::Shared {
   std::shared_ptr<const std::vector<DiskGroup>> groups;
   DiskOptions options;
   std::vector<std::shared_ptr<Disk>> disks;
-  std::vector<int64_t> places;  // number of places of each group
+  std::vector<int64_t> places;  // for each group, its number of places
   std::mutex mutex;             // guards the members that follow, except for the atomic one
   std::condition_variable changed;
   std::shared_ptr<WorkSource> source;  // set by start()
@@ -54,9 +55,9 @@ struct DiskLane::Shared {
   bool files_closed = false;
   std::atomic<bool> waits_for_room{false};
 
-  // A disk calls this after it has begun pages or was lost. The dispatcher sets `waits_for_room` before it
-  // calls has_room(), and a disk changes before this function reads the flag. So either the dispatcher sees
-  // the disk's change, or this function sees the flag.
+  // A disk calls this function after it has begun pages, or after it was lost. The dispatcher first sets the
+  // flag `waits_for_room` and then calls has_room(). The disk first changes its state, and then this function
+  // reads the flag. So either the dispatcher sees the disk's new state, or this function sees the flag.
   void on_change() {
     if (!waits_for_room || !has_room()) return;
     {
@@ -65,8 +66,8 @@ struct DiskLane::Shared {
     }
     changed.notify_all();
   }
-  // Whether the dispatcher may take more work: some working disk has space in its queue, or all disks are
-  // lost, so that pages fail at once.
+  // Whether the dispatcher may take more work. It may if some working disk has room in its queue. It also may
+  // if all disks are lost, because pages then fail at once.
   bool has_room() const {
     size_t total = 0;
     bool some = false;
@@ -237,7 +238,8 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
     bodies.emplace_back("flexkv-dwatch", [shared = shared_, source] { watch(shared, source); });
   }
   bodies.emplace_back("flexkv-dtake", [shared = shared_, source, lane] { dispatch(shared, source, lane); });
-  // If an earlier call failed because no more threads could be started, this starts the missing ones.
+  // If an earlier call failed because a thread could not be started, this call starts only the missing
+  // threads.
   while (threads_.size() < bodies.size()) {
     auto& [name, body] = bodies[threads_.size()];
     threads_.emplace_back(std::move(body));
@@ -268,7 +270,7 @@ void DiskLane::join() {
     if (shared_->disks[d]->will_end(until)) {
       threads_[d].join();
     } else {
-      threads_[d].detach();  // the thread keeps its slab files open, and thus the folder locked
+      threads_[d].detach();  // the thread keeps its slab files open, and so the lock on their folder
       all_ended = false;
     }
   }

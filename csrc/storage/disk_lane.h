@@ -1,5 +1,5 @@
-// The lane that executes DISK_READ, DISK_WRITE and DISK_SEAL for one ownership unit. It spreads pages over
-// the unit's disks, which work at the same time and fail independently of each other.
+// The lane that executes the ops DISK_READ, DISK_WRITE and DISK_SEAL for one ownership unit. It spreads pages
+// over the unit's disks, which work at the same time and fail independently of each other.
 #pragma once
 #include <memory>
 #include <string>
@@ -13,18 +13,18 @@ namespace flexkv {
 
 struct DiskState {
   bool lost = false;
-  std::string reason = {};   // why the disk was taken out; empty if it was not
+  std::string reason = {};   // why the disk was taken out of service; empty if it was not
   std::string backend = {};  // "io_uring" or "threads"; empty before the disk's I/O thread has started
   std::string note = {};     // how the backend differs from the requested one; empty if it does not
 };
 
 class DiskLane : public Lane {
  public:
-  // `slabs[d][g]`: the slab of group g on disk d. Place p of a group is slot p / disks of disk p % disks.
+  // `slabs[d][g]`: the slab of group g on disk d. Place p of a group is slot p / disks on disk p % disks.
   // Groups that share places have the same slab on each disk. If `slabs[d]` is empty, disk d counts as lost
-  // from the start. Throws GeometryError if the slot size of a pool or slab differs from the largest image
-  // stored in it, DiskError if io_uring is requested and refused, ConfigError if the depth is out of range,
-  // and ContractError if a group or a slab is missing.
+  // from the start. Throws GeometryError if the slot size of a pool or slab differs from the size of the
+  // largest image that it stores, DiskError if io_uring is requested but the kernel refuses it, ConfigError
+  // if the depth is out of range, and ContractError if a group or a slab is missing.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }
@@ -42,11 +42,11 @@ class DiskLane : public Lane {
   void join() override;
   void abandon() override;
 
-  // Takes a disk out of service: from now on, ops fail for the pages at its places. Throws BlockRangeError if
-  // there is no such disk.
+  // Takes a disk out of service: from then on, ops fail for the pages whose places are on this disk. Throws
+  // BlockRangeError if there is no such disk.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
-  // For each disk, the result of Disk::full_reason().
+  // Returns the result of Disk::full_reason() for each disk.
   std::vector<std::string> full_reasons() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;

@@ -10,7 +10,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: layers. A run with this layer number or a higher one is refused as a mistake.
+// Unit: layers. A run with this or a higher layer number is refused as a mistake.
 constexpr int32_t kMostLayers = 1 << 16;
 
 int64_t trailer_bytes(const std::vector<std::vector<PageRun>>& runs) {
@@ -79,7 +79,7 @@ PageCodec::PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::v
 }
 
 int64_t PageCodec::digest_offset(int32_t rank) const {
-  static_cast<void>(image_.stripe_offset(rank));  // throws for a bad rank
+  static_cast<void>(image_.stripe_offset(rank));  // throws if there is no such rank
   return image_.trailer_offset() + kTrailerHeadBytes +
          first_run_[static_cast<size_t>(rank)] * static_cast<int64_t>(sizeof(uint64_t));
 }

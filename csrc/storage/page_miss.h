@@ -1,4 +1,4 @@
-// The reasons why a lane does not deliver a page that an op asked for.
+// The reasons why a lane does not deliver a page that an op should read.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -12,9 +12,9 @@ enum class PageMiss : int32_t {
   kNone = 0,    // no miss: the page is delivered
   kTrailer,     // the trailer is damaged or was never written
   kVersion,     // the trailer has a different format version
-  kElsewhere,   // the trailer records a different slot or slab
-  kGroup,       // the slot holds a page of a different KV group that shares the slab
-  kKey,         // the slot holds a page with a different key
+  kElsewhere,   // the slot contains a page of a different KV group that shares the slab
+  kGroup,       // the slot contains a page with a different key
+  kKey,         // the page has the right key, but was written by a different write than the one in the index
   kGeneration,  // the page has the right key, but comes from a different write than the index recorded
   kEpoch,       // the page was written in a different epoch, that is, with different weights
   kTokens,      // the page has a different number of valid tokens
@@ -22,7 +22,7 @@ enum class PageMiss : int32_t {
   kData,        // the trailer is undamaged, but the bytes of a run do not match their digest
   kShort,       // the read returned fewer bytes than requested
   kIo,          // the read failed with an error
-  kDiskLost,    // the disk was taken out before the page was read or written
+  kDiskLost,    // the disk was taken out of service before the page was read or written
 };
 inline constexpr int kPageMisses = 14;
 

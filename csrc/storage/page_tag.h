@@ -1,5 +1,5 @@
-// The tag that identifies the page in a slot, or the page that a read expects there. Its bytes are the same
-// in memory and in the trailer on disk, little-endian. flexkv/storage/tags.py has the Python form.
+// The tag that identifies the page in a disk slot, or the page that a read expects in the slot. Its bytes are
+// the same in memory and in the trailer on disk, little-endian. flexkv/storage/tags.py has the Python form.
 #pragma once
 #include <array>
 #include <bit>

@@ -17,7 +17,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A larger slab is refused as a mistake. Offsets below this are far from overflow.
+// Unit: bytes. The maximum size of a slab. A larger slab is refused as a mistake. Offsets below this limit
+// are far from overflow.
 constexpr int64_t kMostSlabBytes = int64_t{1} << 60;
 
 }  // namespace

@@ -17,7 +17,8 @@ struct StripedSlot {
 // Preconditions: 0 <= place, 0 < disks.
 constexpr StripedSlot striped_slot(int32_t place, int32_t disks) { return {place % disks, place / disks}; }
 
-// Names a slot in failure reasons as fsck does: by the disk's number and the slot in its slab.
+// Returns the name of a slot for failure reasons: the disk's number and the slot's number in the slab. `fsck`
+// uses the same names.
 inline std::string slot_name(int32_t disk, int64_t slot) {
   return "disk " + std::to_string(disk) + ", slot " + std::to_string(slot);
 }

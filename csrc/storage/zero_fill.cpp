@@ -36,7 +36,7 @@ int64_t ZeroFill::step() {
         slab.at = slab.allowed;
         break;
       }
-      // Writes zeros only to complete 4 KiB sectors that were never written, so that the bytes beside them do
+      // Writes zeros only to complete 4 KiB sectors that were never written, so that neighbouring bytes do
       // not change.
       const int64_t from = round_up(begin, kIoAlignBytes);
       const int64_t to = std::min({end, slab.allowed, from + kZeroFillBytes}) / kIoAlignBytes * kIoAlignBytes;
