@@ -1,5 +1,5 @@
-"""Handles the workers' reports of ended ops and steps: publishes the blocks that were stored, and revokes the store
-operations of bad blocks."""
+"""Handles the workers' reports of ended ops and steps: publishes the blocks that were stored, and keeps bad blocks from
+being published."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A block table that its request has lost, although the last step that may have used the table is not reported yet.
+    """A block table that its request has lost. The last step that may have used the table is not reported yet.
 
     Attributes:
         step: number of the last step that may have used the table.
@@ -112,8 +112,8 @@ class CompletionHandler:
         return step
 
     def end_changed(self) -> list[RequestTracker]:
-        """Finds the requests whose adapter's files have changed. Revokes those of their store operations that are not
-        published yet, and drops their blocks that wait to be stored. Returns these requests.
+        """Finds and returns the requests whose adapter's files have changed. Revokes their stored blocks that are not
+        published yet, so that these never will be, and drops their blocks that wait to be stored.
 
         Call order:
             Before a step's results are handled, because the step may have read the files after they changed.
@@ -130,9 +130,9 @@ class CompletionHandler:
         return changed
 
     def take_failed_blocks(self, failed: set[int]) -> None:
-        """Revokes the store operations of `failed` blocks and of all blocks that were computed from them. The engine
-        computes these blocks again, with one exception: Model Runner V2 does not do so for a running request. Nothing
-        more of such a request is stored."""
+        """Revokes the `failed` blocks and all blocks that were computed from them, so that none of them is published.
+        The engine computes these blocks again, with one exception: Model Runner V2 does not do so for a running
+        request. Nothing more of such a request is stored."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:

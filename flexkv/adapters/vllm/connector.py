@@ -146,8 +146,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True with layerwise loads or stores and with blending. A CUDA graph of the complete forward pass would omit
-        the connector's calls per layer, and could not compute fewer rows in some layers.
+        """True if load or store operations are layerwise, or if blending is on. A CUDA graph of the complete forward
+        pass would omit the connector's calls per layer, and could not compute fewer rows in some layers.
         """
         settings = load_config(extra_config)
         return settings.blend.enabled or "layerwise" in (settings.load.mode, settings.store.mode)
@@ -247,8 +247,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns the requests whose async loads have ended. For a hybrid engine, also returns which of these loads
-        failed: in such an engine a block's number does not determine its group, so vLLM expects failed requests, not
-        failed blocks."""
+        failed: in such an engine a block's number does not determine its group, so vLLM expects the ids of failed
+        requests, not failed blocks."""
         orders = cast("ConnectorMetadata", self._get_connector_metadata())
         self.worker.poll(orders.idle, orders.disk_busy)
         finished, failed = self.worker.reports.take_finished_and_failed()

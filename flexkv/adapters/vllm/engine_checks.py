@@ -115,7 +115,7 @@ def check_batch_invariance(config: VllmConfig) -> None:
     the output.
 
     Call order:
-        In a worker whose model is loaded, because only there are the backends known.
+        In a worker whose model is loaded, because the backends are known only there.
 
     Raises:
         ConfigError: the message names the backend, and what to do.

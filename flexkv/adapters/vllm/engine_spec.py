@@ -34,8 +34,8 @@ class EngineRole(CacheRole):
 
     Attributes:
         drop_last_block: whether vLLM drops the last block of each hit, as it does for some draft models; see `Loads`.
-        ends_copies: whether a reset must end every copy before it returns. Sleep in vLLM 0.32 resets the cache and then
-            frees the KV memory without a call to the workers.
+        ends_copies: whether a reset must end every copy before it returns. When a vLLM 0.32 engine goes to sleep, it
+            resets the cache and then frees the KV memory without a call to the workers.
         stores_end_in_step: whether store operations end within the step that plans them; see `EagerStores`.
         keeps_computed: whether the engine keeps KV that a running request computed from a failed load, although its
             scheduler discards those tokens; see `RUNNER_V2`.

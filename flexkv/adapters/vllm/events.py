@@ -67,7 +67,7 @@ class EventLog(Announcements):
         """Whether the unit no longer serves lookups, so that nothing is announced any more."""
 
     def begin_book(self) -> None:
-        """Opens the event book in the first call; later calls do nothing. If that fails, pages on disk are not
+        """Opens the event book in the first call; later calls do nothing. If opening fails, pages on disk are not
         announced.
 
         Call order:

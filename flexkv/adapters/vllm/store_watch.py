@@ -6,7 +6,7 @@ ends may leave blocks whose copy is in flight, and blocks for whose copy there w
 content until the engine reuses them. They are in the engine's free queue, which hands out the most recently used blocks
 last. So flexkv watches them in the queue for a bounded time, and takes no reference. With a reference,
 `reset_prefix_cache` would fail before it calls any connector, and requests would wait or be preempted when memory is
-short. Without one, the engine can reuse a block as soon as it needs it.
+short. Without one, the engine can reuse a block as soon as it needs the block.
 
 The engine's pool calls back when it reuses a watched block or resets (`BlockPool.unpin_blocks`). If a copy of the block
 is in flight, the step's metadata orders every worker to end the copy before the worker's forward pass may write to the

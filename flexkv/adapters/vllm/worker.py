@@ -43,8 +43,8 @@ RESET = "the cache was reset"
 """`ASLEEP` and `RESET` are the reasons in the results of ops that are refused because of a sleep or a reset."""
 
 IDLE_WAIT_S = 0.002
-"""How long a step without a forward pass waits for a copy to end. Without this wait the engine would run empty steps
-in a tight loop and take time from the threads that copy. The wait delays a new request by at most this long."""
+"""How long a step without a forward pass waits for a copy to end. Without this wait the engine would run empty steps in
+a tight loop and take time from the threads that copy. The wait delays a new request by at most this time."""
 
 
 class WorkerSide(RankWorker):
@@ -247,7 +247,7 @@ class WorkerSide(RankWorker):
 
     def _begin_step(self, orders: ConnectorMetadata) -> bool:
         """Begins the step if no earlier hook of the same step has begun it. Every hook calls this method, because not
-        all connector classes pass on all hooks. Reports then go to the unit that ordered the step.
+        all connector classes pass on all hooks. From then on, reports go to the unit that ordered the step.
 
         Returns:
             Whether this rank's own unit ordered the step. If another unit did, all ops of the step were refused.
@@ -292,7 +292,8 @@ class WorkerSide(RankWorker):
         if self._reported_foreign == unit:
             return StepReport(self.rank, unit)
         self._reported_foreign = unit
-        # The report says that the disks are idle, because the other unit need not step for this rank's disks.
+        # The report says that the disks are idle, because the other unit's engine need not run steps for this rank's
+        # disks.
         return StepReport(self.rank, unit, error=self._foreign.reason, blend_disk=False)
 
     def take_results_early(self) -> list[OpResult]:

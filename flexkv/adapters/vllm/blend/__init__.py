@@ -1,8 +1,8 @@
 """Blending inside vLLM: reuses the cached KV of segments (pieces of text) at other positions in a new prompt
 (docs/blending.md).
 
-The scheduler's side (`requests`) decides which requests are blended, and which rows they have in each step. The
-worker's side (`worker`, `pages`) keeps each rank's segments. The model's side (`model`, `forward`, `rows`) computes
+The scheduler's side (`requests`) decides which requests are blended, and which of their rows a step reuses or captures.
+The worker's side (`worker`, `pages`) keeps each rank's segments. The model's side (`model`, `forward`, `rows`) computes
 fewer rows (tokens) in most layers. vLLM finds the model classes (`model`) by the names below.
 """
 

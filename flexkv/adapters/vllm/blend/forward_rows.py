@@ -127,7 +127,7 @@ class CachedRows:
         `open`, `compare`, `skipped`, `close`.
 
     Attributes:
-        failure: why the cached rows cannot be used; None if they can. Final after `compare`.
+        failure: why the cached rows cannot be used; None if they can be used. Does not change after `compare`.
     """
 
     def __init__(self, reused: Sequence[ReusedRows]) -> None:
@@ -178,8 +178,8 @@ class CachedRows:
         return found
 
     def close(self) -> Exception | None:
-        """Closes all opened rows, even if a close fails. Returns the first failure; None if there was none.
-        Idempotent."""
+        """Closes all opened rows, even if closing some of them fails. Returns the first failure; None if there was
+        none. Idempotent."""
         opened, self._opened = self._opened, []
         failure: Exception | None = None
         for each in opened:

@@ -1,5 +1,5 @@
-"""The cached rows that a blended forward pass reads: loaded, rotated on the device of the engine's pool, and passed on
-as torch tensors.
+"""Supplies the cached rows that a blended forward pass reads. The rows are loaded, rotated on the device of the
+engine's pool, and passed on as torch tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
     """Returns the device on which cached rows are rotated, which is that of the engine's pool.
 
     Args:
-        pool: torch's name of the pool's device.
+        pool: the pool's device.
         dtype: the dtype of the engine's KV cache.
 
     Raises:

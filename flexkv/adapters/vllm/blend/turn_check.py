@@ -23,7 +23,8 @@ def check_turning(pages: BlendPages) -> None:
     """Loads rows of random numbers, rotates them through the load pipeline on the pool's device, and compares them with
     rows that the CPU has rotated.
 
-    Preconditions: No load or store operation is in flight.
+    Preconditions:
+        No load or store operation is in flight.
 
     Raises:
         NotBlendable: the rows do not arrive, or differ from the CPU's; the message says in which layers, or why.

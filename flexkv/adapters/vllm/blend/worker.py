@@ -173,7 +173,8 @@ class BlendWorker:
 
     @property
     def disk_busy(self) -> bool:
-        """Whether segments are being stored, read from disk or written to disk, so that the engine has to step."""
+        """Whether segments are being stored, read from disk or written to disk, so that the engine has to run further
+        steps."""
         return self._pages is not None and self._pages.busy
 
     def close(self) -> None:
