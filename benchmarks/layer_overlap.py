@@ -6,7 +6,8 @@ layer's product, as vLLM's forward pass does. `pipeline` is the load pipeline of
 buffers, changes every key, and copies the buffers to paged memory; the product of a layer starts when that layer is in
 paged memory. `plain` shows what the machine allows: a thread copies the same bytes as `blocks` with memcpy, while
 another thread makes the products. The size of a product is chosen so that 32 products take about as long as the copies
-alone. Each round times the copies alone, then the products alone, then both together. One thread multiplies.
+alone. Each round times the copies alone, then the products alone, then both together. The matrix products run on one
+thread.
 
     python -m benchmarks.layer_overlap [--rounds 9] [--json out/layer_overlap.json] [--check]
 """

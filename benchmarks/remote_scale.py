@@ -74,7 +74,8 @@ class Unit:
     def __init__(self, host_blocks: int, store: Memory, policy: str, counts: Counter[str]) -> None:
         self._host, self._store, self._policy, self._counts = Memory(host_blocks), store, policy, counts
         self._there: OrderedDict[int, float] = OrderedDict()
-        """Blocks that the store is assumed to have, each with the time in seconds until which lookups assume it."""
+        """Blocks that the store is assumed to have. The value is the time, in seconds, at which this assumption ends.
+        """
         self._absent: dict[int, float] = {}
 
     def serve(self, request: Request) -> None:

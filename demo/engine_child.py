@@ -201,7 +201,7 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 
 def _compile_nothing() -> None:
     """On a CPU, turns off torch's compiler. vLLM compiles some functions, which it uses with several ranks and for log
-    probabilities, even if `enforce_eager` is set. This would take two seconds of CPU time in each process.
+    probabilities, even if `enforce_eager` is set. This compilation would take two seconds of CPU time in each process.
     """
     import torch
     from vllm.platforms import current_platform

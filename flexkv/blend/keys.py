@@ -26,7 +26,7 @@ CALLER = "flexkv.caller"
 
 SHAPE = "flexkv.kv"
 """Name of the namespace field that distinguishes rows of different shape or dtype, even if they have equal sizes, such
-as float16 and bfloat16, or two heads of 16 and four heads of 8.
+as float16 and bfloat16, or two heads of 16 elements and four heads of 8 elements.
 """
 
 

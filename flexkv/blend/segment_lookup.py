@@ -72,7 +72,7 @@ class SegmentLookup:
         asked = self.ask(segments, caller)
         if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # the tails' reads begin first, because this call waits for them
+                self._match_tail(one)  # starts reading the tails first, because this call waits for them
         return self.load(asked, deadline_s)
 
     @property
@@ -120,8 +120,9 @@ class SegmentLookup:
         return still(asked.tail_request) or whole
 
     def give_up(self, asked: Asked) -> None:
-        """Ends the lookup of a segment that is no longer needed. Its reads continue, because later lookups may use the
-        pages."""
+        """Ends the lookup of a segment that is no longer needed. The reads of its pages continue, because later lookups
+        may use the pages.
+        """
         for request in (asked.request, asked.tail_request):
             self._manager.release(request)
             self._manager.end_request(request)
@@ -225,7 +226,7 @@ class SegmentLookup:
 
         Returns:
             The load's ticket, and whether some of its pages are still being read from disk. None if there is nothing to
-            load or no queue entry.
+            load or the queue has no free entry.
         """
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)

@@ -53,8 +53,8 @@ class SegmentMoves:
         self._unit.poll()
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
-        """Submits a graph. Returns None if there is no queue entry for it. If this returns None or raises, the graph
-        has been reported to the manager as cancelled.
+        """Submits a graph. Returns None if the queue has no free entry for it. If this returns None or raises, the
+        graph has been reported to the manager as cancelled.
         """
         try:
             self._unit.poll()  # starts the disk reads that the graph's load ops wait for

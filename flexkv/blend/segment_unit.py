@@ -29,7 +29,9 @@ from flexkv.unit.build import build_unit
 from flexkv.weights.files import NAMED, WeightsContent
 
 UNIT = "segments"
-"""Name of the ownership unit. It is the same for all segment caches, so only one at a time uses a model's folder."""
+"""Name of the ownership unit. It is the same for all segment caches, so only one cache at a time can use a model's
+folder.
+"""
 
 QUEUE_PLACES = 4
 """The queue of the disks' lane has this many entries per read that one lookup may plan. Read ops and write ops each

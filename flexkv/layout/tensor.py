@@ -102,7 +102,7 @@ def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expecte
 
 
 def storage_base(tensor: TensorLike) -> int:
-    """Address of the first byte of the allocation behind `tensor`."""
+    """Returns the address of the first byte of the allocation behind `tensor`."""
     return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 

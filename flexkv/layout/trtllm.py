@@ -153,8 +153,8 @@ class TrtllmHandler(GroupTable):
 
 
 def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
-    """Tokens per block: computed from the pool's shape if the model's heads and head size are known; otherwise the
-    model's `tokens_per_block`.
+    """Returns the number of tokens per block: computed from the pool's shape if the model's heads and head size are
+    known; otherwise the model's `tokens_per_block`.
 
     Raises:
         GeometryError: the number is unknown, or pool and model contradict each other.

@@ -1,4 +1,4 @@
-"""Computes digests of complete files, as fast as the disk delivers the content. Reads bypass the page cache and may
+"""Computes digests of complete files, as fast as the disk delivers the content. The reads bypass the page cache and may
 have low priority.
 
 Several threads read and hash the ranges of a file in parallel. The file's digest is the SHA-256 of its size and of the

@@ -17,7 +17,7 @@ THREADS = 8
 
 
 class BareReads:
-    """A file in `folder`, and the threads that read it. Reads bypass the page cache if the file system allows it.
+    """A file in `folder`, and the threads that read it. The reads bypass the page cache if the file system allows it.
 
     Args:
         total_bytes: size of the file, rounded down to a multiple of `CALL_BYTES`, but at least `CALL_BYTES`.

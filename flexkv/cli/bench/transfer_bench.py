@@ -205,7 +205,7 @@ class TransferBench:
 
     @property
     def multiprocessors(self) -> int:
-        """Multiprocessors of the GPU; 0 without one."""
+        """Number of multiprocessors of the GPU; 0 without a GPU."""
         return 0 if self._device_memory is None else self._device_memory.multiprocessors
 
     def run(self) -> Iterator[list[TransferRow]]:
