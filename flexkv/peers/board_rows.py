@@ -82,7 +82,9 @@ class BoardRows:
         return len(self._rows)
 
     def changes(self) -> tuple[int, PlacedRows]:
-        """Returns the pages' epoch, and the rows of the places that have changed since the last call."""
+        """Returns the epoch (the number of the weights) of the pages, and the rows of the places that have changed
+        since the last call.
+        """
         changed = np.flatnonzero(self._rows["version"] != self._seen)
         versions = self._rows["version"][changed]
         found = self._rows[changed]
@@ -99,7 +101,7 @@ class BoardRows:
         return epoch, rows
 
     def everything(self) -> tuple[int, PlacedRows]:
-        """Returns the pages' epoch, and the rows of all places that hold a page."""
+        """Returns the epoch (the number of the weights) of the pages, and the rows of all places that hold a page."""
         self._seen[:] = NO_PAGE
         epoch, rows = self.changes()
         return epoch, rows[rows["tokens"] != 0]

@@ -46,7 +46,7 @@ MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""The maximum number of bytes that are appended to an edition before a new edition replaces it."""
+"""The maximum number of bytes that are appended to a file before a new file (the next edition) replaces it."""
 MOST_FILE_BYTES = 64 << 20
 """The maximum length of a file, in bytes. A longer file was not written by a unit: an edition begins with up to 11 MiB
 of rows, and one heartbeat adds up to 11 MiB.
@@ -142,7 +142,7 @@ class LiveWriter:
         self.session = secrets.token_bytes(SESSION_BYTES)
         self._edition = self._beat = self._bytes = self._most = self._replaced_at = 0
         self._file = (0, 0)
-        """Device and inode of the edition that this session wrote last."""
+        """Device and inode of the file that this session (since the unit's start) wrote last."""
         self._ended = False
 
     def end(self) -> None:
@@ -266,7 +266,7 @@ def open_live(path: Path) -> LiveFile:
 
 
 def session_of(header: bytes) -> tuple[bytes, int]:
-    """Returns the session and the edition in a file's header.
+    """Returns the session's id and the edition's number from a file's header.
 
     Raises:
         DiskError: the header is incomplete, damaged, or of another version.
@@ -286,7 +286,7 @@ class LiveNews:
     """The result of one call of `LiveReader.look`.
 
     Attributes:
-        is_new: whether a new session has begun since the last call.
+        is_new: whether a new session (another start of the unit) has begun since the last call.
         is_alive: whether a heartbeat was added since the last call. False for a new session. Also False if the last
             call did not reach the file's end: the unit may have written the rest long ago and then ended.
         is_all: True if places that are not in `frames` hold no page; False if such places are unchanged.
@@ -320,7 +320,7 @@ class LiveReader:
         self._reached_end = False
 
     def rewind(self) -> None:
-        """Makes the next call of `look` read the current edition from its start."""
+        """Makes the next call of `look` read the file from its start."""
         self._at = 0
 
     def look(self) -> LiveNews:

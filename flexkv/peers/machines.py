@@ -173,8 +173,8 @@ class MachineWatch:
         parent: the folder that all machines see.
         writer: writes this unit's file.
         head: describes this unit.
-        join: called with a unit that is to be followed: the path of its file, its description, and the board with its
-            pages. Raises FlexKVError or OSError to refuse the unit.
+        join: called with a unit that is to be followed: the path of its file, its description, and the board (in
+            memory) that lists its pages. Raises FlexKVError or OSError to refuse the unit.
         left: called when a unit that was joined is gone, with the path of its file.
         end_refusal: called when a unit that `join` has refused may have ended, with its name for users.
         follow: called after all files were read, to read the changes of the boards.
@@ -331,8 +331,8 @@ class MachineWatch:
                 self._leave(path, unit, "its heartbeat stands still")
 
     def _rest(self, unit: DistantUnit, news: LiveNews, now_s: float) -> None:
-        """Makes the thread read a file rarely if the file's unit is not followed and the file does not change. Such a
-        unit has ended, or runs on this machine.
+        """Makes the thread read a file rarely if the file's unit is not followed and the file does not change. The unit
+        of such a file has ended, or runs on this machine.
         """
         unit.asleep_s = 0.0
         if unit.mirror is not None or news.is_new or news.frames:

@@ -38,8 +38,8 @@ SCAN_S = 0.5
 """The number of seconds between two searches of the folder for new units."""
 
 ANSWER_S = 5.0
-"""The maximum number of seconds in which a unit must send its card. A unit that did not answer, or was refused, is
-asked again after the same number of seconds.
+"""The maximum number of seconds in which a unit must send its card (its description of itself). A unit that did not
+answer, or was refused, is asked again after the same number of seconds.
 """
 
 STOP_S = 2.0
@@ -61,7 +61,7 @@ MOST_FILES = 4
 
 @dataclass(slots=True)
 class Asked:
-    """A unit that was asked for its card, or has sent it.
+    """A unit that was asked for its card (its description of itself), or has sent it.
 
     Attributes:
         line: the connection to the unit. When the other end closes it, the unit has ended.
@@ -196,8 +196,8 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Answers a request for this unit's status. The other end has nothing else to send, so any other input closes
-        the connection. The connection is also closed if the other end has closed it.
+        """Answers a request for this unit's status. The other end sends nothing else, so this method closes the
+        connection on any other input. It also closes the connection if the other end has closed it.
         """
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:

@@ -26,8 +26,8 @@ LINE_BYTES = 4096
 """The length of the longest line that is read at once, in bytes. A keeper does not write longer lines."""
 
 MARGIN_S = 2.0
-"""After its plugins' deadlines, a keeper has this many more seconds to end, because a busy machine may schedule it
-late.
+"""After its plugins' deadlines, a keeper (the process that runs the plugins) has this many more seconds to end, because
+a busy machine may schedule it late.
 """
 
 

@@ -113,7 +113,7 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
-        with contextlib.suppress(OSError):  # both only log; if the folder cannot be read, FolderLock raises
+        with contextlib.suppress(OSError):  # both calls only log; FolderLock raises for an unreadable folder
             _name_others(self.folder)
             name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)

@@ -137,8 +137,8 @@ disk, and their generations.
 
 
 def _oldest_publish(records: Iterable[Record]) -> float:
-    """The time at which the first publish among the records was made, in seconds of the monotonic clock; 0 if there is
-    none.
+    """Returns the time at which the first `Publish` among the records was made, in seconds of the monotonic clock; 0 if
+    there is none.
     """
     return next((record.since for record in records if isinstance(record, Publish)), 0.0)
 
@@ -267,7 +267,8 @@ class Journal:
             if self._queue and not self._in_a_hurry():
                 await_group(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
-            # Set before the lock is released, so that `lag_s` sees every publish, whether in the queue or in the batch.
+            # Set before the lock is released, so that `lag_s` sees every `Publish`, whether in the queue or in the
+            # batch.
             self._oldest = _oldest_publish(batch)
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)

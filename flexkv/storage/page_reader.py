@@ -48,7 +48,8 @@ class InFlight:
 
 class PageReader(ABC):
     """Carries out DISK_READ ops in the order of submission. A page is copied to its host slot only after it has been
-    verified. If a page does not match its tag or cannot be read, only that page of the op fails.
+    verified. If a page does not match its tag (the identity that the op expects) or cannot be read, only that page of
+    the op fails.
 
     Args:
         groups: this unit's KV groups; ops refer to them by number.

@@ -14,8 +14,8 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """Passes records to a journal. Keeps the records that the journal rejects until the journal has space. At most one
-    publish and one eviction per slot of the disk are kept, which bounds the size.
+    """Passes records to a journal. Keeps the records that the journal rejects until the journal has space. Per slot of
+    the disk, at most one record of a published page and one of an evicted page are kept, which bounds the size.
 
     Allocates its arrays when the journal first rejects a record, so that a journal that keeps up costs no memory.
 
@@ -23,8 +23,9 @@ class PendingRecords:
         slots: number of slots of each slab on this disk.
 
     Attributes:
-        pages: number of pages with a pending publish.
-        evictions: number of pending evictions. Until they are flushed, the index on disk lists pages that are gone.
+        pages: number of published pages whose record is pending.
+        evictions: number of evicted pages whose record is pending. Until these records are flushed, the index on disk
+            lists pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -32,19 +33,19 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """Maps a slab's number to an array with one generation per slot: that of the page whose publish is pending, or
-        0. These numbers have arrays of their own, because a flush scans all of them.
+        """Maps a slab's number to an array with one generation per slot: that of the published page whose record is
+        pending, or 0. These numbers have arrays of their own, because a flush scans all of them.
         """
         self._evicted: dict[int, NDArray[np.uint64]] = {}
-        """Maps a slab's number to an array with one generation per slot: that of the page whose eviction is pending, or
-        0.
+        """Maps a slab's number to an array with one generation per slot: that of the evicted page whose record is
+        pending, or 0.
         """
         self.pages = 0
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Passes a publish to the journal. Returns whether the journal accepted it. A rejected publish stays pending,
-        unless the journal has failed.
+        """Passes a record of published pages to the journal. Returns whether the journal accepted it. A rejected record
+        stays pending, unless the journal has failed.
         """
         self.settle(record.slab, record.slots)
         if self._journal.put(record):
@@ -54,15 +55,15 @@ class PendingRecords:
         return False
 
     def evict(self, record: Evict) -> None:
-        """Passes an eviction to the journal, now or when the journal has space."""
+        """Passes a record of evicted pages to the journal, now or when the journal has space."""
         entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
         evicted = self._evicted.get(record.slab)
         if evicted is None:
             evicted = self._evicted[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
-        # A page whose publish was still pending is not in the index and needs no eviction. An older eviction of its
-        # slot stays pending.
+        # A published page whose record was still pending is not in the index, so its eviction needs no record. The
+        # record of an older eviction from its slot stays pending.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
@@ -70,8 +71,8 @@ class PendingRecords:
     def settle(
         self, slab: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
-        """Drops pending publishes of these slots. If `generations` is given, drops only publishes of these generations.
-        Returns for which slots a publish was dropped, bool [slots].
+        """Drops the pending records of pages published in these slots. If `generations` is given, drops only records of
+        these generations. Returns for which slots a record was dropped, bool [slots].
         """
         if slab not in self._held:
             return np.zeros(len(slots), np.bool_)
@@ -84,8 +85,8 @@ class PendingRecords:
         return np.asarray(pending)
 
     def flush(self) -> None:
-        """Passes as many pending records to the journal as it accepts. Evictions go first, because a pending publish
-        for the same slot is newer.
+        """Passes as many pending records to the journal as it accepts. Records of evicted pages go first, because a
+        page published in the same slot is newer.
         """
         room = self._journal.room if self.pages or self.evictions else 0
         for eviction in self._take_evictions(room):
@@ -121,7 +122,7 @@ class PendingRecords:
         self.pages += record.rows
 
     def _take_evictions(self, most: int) -> Iterator[Evict]:
-        """Removes and returns pending evictions of at most `most` rows in all."""
+        """Removes and returns pending records of evicted pages, at most `most` rows in all."""
         for slab, evicted in self._evicted.items():
             slots = np.flatnonzero(evicted)[: max(0, most)]
             if not len(slots):
@@ -133,7 +134,7 @@ class PendingRecords:
             yield Evict(slab, slots, generations)
 
     def _take(self, most: int) -> Iterator[Publish]:
-        """Removes and returns pending publishes of at most `most` rows in all."""
+        """Removes and returns pending records of published pages, at most `most` rows in all."""
         for slab, held in self._held.items():
             slots = np.flatnonzero(held)[: max(0, most)]
             if not len(slots):

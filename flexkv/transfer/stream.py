@@ -31,8 +31,8 @@ StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
 
 
 def stream_address(stream: StreamLike) -> int:
-    """Returns the `cudaStream_t` of `stream`. If an object has both `__cuda_stream__` and `cuda_stream`, the former is
-    used.
+    """Returns the `cudaStream_t` of `stream`. If an object has both `__cuda_stream__` and `cuda_stream`,
+    `__cuda_stream__` is used.
 
     Raises:
         ContractError: `stream` is not a stream; the message shows its value. If the object's own code raised an
