@@ -338,7 +338,7 @@ class EventBook:
 
 
 def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    """Packs records into frames, in order; each frame has records of one kind."""
+    """Packs records into frames, in order; each frame has records of one kind (STORED or GONE)."""
     for kind, of_kind in itertools.groupby(records, lambda record: record[0]):
         while batch := [content for _, content in itertools.islice(of_kind, FRAME_PAGES)]:
             yield kind + b"".join(batch)

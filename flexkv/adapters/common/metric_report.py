@@ -115,7 +115,7 @@ def _files_where_collected(prefix: str, labels: Mapping[str, str]) -> Prometheus
     if FOLDER_VARIABLE not in os.environ:
         return None
     try:
-        # The package is imported here, because only engines that have such a page install it.
+        # The package is imported here, because only engines that have a Prometheus page install the package.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         # Each report has its own registry, because two caches in one process have metrics with the same names. Nothing

@@ -32,10 +32,10 @@ NOT_OF_INPUTS = frozenset({"chat_template", "transformers_version"})
 which are in each key anyway."""
 
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files that describe how the weights are quantised if the model's `config.json` does not."""
+"""Files that describe how the weights are quantised, for models whose `config.json` does not describe this."""
 
 MOST_BYTES = 64 << 20
-"""Size of the largest file that is read, in bytes. The largest known such file is a tokenizer of 20 MiB."""
+"""Size of the largest file that is read, in bytes. The largest known file is a tokenizer of 20 MiB."""
 
 
 def model_config(model: str) -> dict[str, Any]:

@@ -178,8 +178,8 @@ def _experts(moe: Any) -> dict[str, Any]:
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. If the engine has no argument `cuda_graph_config`, this name is returned,
-    because such an engine may replay CUDA graphs too."""
+    """See `EngineArguments.without_hooks`. If the engine has no argument `cuda_graph_config`, that name is returned,
+    because the engine may replay CUDA graphs even without the argument."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")

@@ -166,8 +166,8 @@ class WorkerSide(RankWorker):
     def _end_broken_step(self) -> None:
         """Called when an iteration begins or ends. If the last forward pass has not finished by then, an error has
         interrupted it. The engine then ends the requests of that step and reuses their blocks, whose content is
-        unknown. So no request that had begun by then is stored. This includes requests that were not in the step, but
-        they are few, and each only costs a later miss.
+        unknown. So no blocks of requests that had begun by then are stored. This includes requests that were not in the
+        step, but they are few, and each only costs a later miss.
         """
         if not self._in_forward:
             return

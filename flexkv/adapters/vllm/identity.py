@@ -208,7 +208,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         "settings": settings_of(config),
         "layers": list(first.layer_names),
         "block_tokens": first.block_tokens,
-        # The draft model counts, because its layers have KV in the same blocks.
+        # The draft model is part of the namespace, because its layers have KV in the same blocks.
         "draft": _draft(speculative, model.seed) if speculative is not None else None,
         "namespace": settings.identity.namespace,
     }

@@ -182,9 +182,9 @@ class BlendPages:
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
         """Returns whether a request has to wait until store operations free staging blocks. There may be too few free
-        blocks, because the scheduler stops counting the blocks of a new segment when the segment's prompt has been
-        computed, although the store operation may still use them. The request waits only for operations that were in
-        flight when it first lacked blocks, because later ones may follow without end.
+        blocks: the scheduler stops counting the blocks of a new segment when the segment's prompt has been computed,
+        but the store operation may still use them. The request waits only for operations that were in flight when it
+        first lacked blocks, because later ones may follow without end.
         """
         if self._has_room(order):
             return False

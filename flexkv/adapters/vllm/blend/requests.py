@@ -156,7 +156,7 @@ class BlendRequests(CacheListener):
         accepted.
 
         If a request is not blended but has a salt for blended requests, flexkv keeps it from reading the engine's
-        prefix cache, because a blended request with that salt may have left inexact blocks there.
+        prefix cache. Otherwise, it could read inexact blocks that a blended request with that salt has left there.
         """
         request, ask = tracker.request, tracker.asked.blend
         if ask is None:
@@ -291,7 +291,8 @@ class BlendRequests(CacheListener):
             self._disk_busy.discard(rank)
 
     def _agree(self, blended: BlendedRequest) -> None:
-        """Determines, after every rank has reported, the rows that all ranks have loaded. Only these are reused."""
+        """Determines, after every rank has reported, the rows that all ranks have loaded. Only these rows are
+        reused."""
         loaded = list(blended.loaded.values())
         blended.loaded.clear()
         common = [min(tokens) for tokens in zip(*(each.tokens for each in loaded), strict=True)]
