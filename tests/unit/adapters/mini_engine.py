@@ -1,6 +1,6 @@
-"""A minimal engine around the connector's scheduler side and worker sides. It uses vLLM's requests and block pool, and
-calls the connector in vLLM's order. Its "forward pass" writes expected numbers into its pools, so that a test can check
-every value exactly.
+"""A minimal engine that runs the connector's scheduler side and worker sides. It uses vLLM's requests and block pool,
+and calls the connector in vLLM's order. Its "forward pass" writes expected numbers into its pools, so that a test can
+check every value exactly.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class MiniEngine:
 
     @property
     def unit(self) -> LiveUnit:
-        """The unit, which exists after the handshakes of all ranks."""
+        """The connector's unit. It exists only after the handshakes of all ranks."""
         unit = self.side.unit
         assert isinstance(unit, LiveUnit), f"no unit is built: {unit.state}"
         return unit
@@ -376,7 +376,8 @@ class MiniEngine:
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens + live.ahead
-            # A runner may write past the end of a request's blocks. flexkv does not depend on those values.
+            # A real model runner may write past the end of a request's blocks. This engine leaves those values out,
+            # because flexkv does not depend on them.
             parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 

@@ -73,7 +73,7 @@ class Live:
 
 
 Part = tuple[Live, int, int]
-"""A request, and the first position and the position after the last one of a range of its tokens."""
+"""A request, and a range [first, end) of its token positions."""
 
 
 class MiniPools:
@@ -86,7 +86,7 @@ class MiniPools:
         self.caches = [make_caches(config) for _ in range(ranks)]
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
-        """Returns the number expected at a position, which depends on all tokens up to it."""
+        """Returns the number that is expected at a position. The number depends on all tokens up to this position."""
         prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank // self.replicas}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 

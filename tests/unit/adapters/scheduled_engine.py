@@ -315,9 +315,7 @@ class ScheduledEngine:
     # --- numbers ---
 
     def _forward(self, request: Request, tokens: int, group: int) -> None:
-        """Writes the KV of one group for the request's last `tokens` computed tokens, which the scheduler has already
-        counted.
-        """
+        """Writes the KV of one group for the last `tokens` tokens that the scheduler already counts as computed."""
         end = request.num_computed_tokens
         start = end - tokens
         spec = self.specs[group]

@@ -211,8 +211,8 @@ def test_new_weights_make_a_store_in_flight_a_miss(
 
 
 def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the weights change, no step waits until the tiers have confirmed that they dropped the pages. Later polls
-    check this. As a control, the library's own call waits.
+    """When the weights change, no step waits for the tiers to confirm that they dropped the pages. Later polls check
+    this. As a control, the library's own call waits.
     """
     capture(pages)
     end_stores(pages)

@@ -97,8 +97,8 @@ def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
     for end in range(16, 400, 16):
         if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
             stored.append(after := end)
-    # The checkpoint 64, the end 96 of the shared prefix, the checkpoint 160, the prompt's end 208, then each block of
-    # output.
+    # States are stored at the checkpoint 64, at the end 96 of the shared prefix, at the checkpoint 160, at the prompt's
+    # end 208, and after each later block of output.
     assert stored == [64, 96, 160, *range(208, 400, 16)]
     assert not some.wants_states(208, 208, 210, 0), "stored before"
 
@@ -113,7 +113,7 @@ def test_states_are_taken_where_the_engine_hands_all_of_them_over() -> None:
     assert some.has_states
     assert some.handed_over
     offers = [(2, 9, 64), (1, 7, 32), (1, 8, 64), (2, 5, 48), (1, 6, 48), (0, 4, 32)]
-    # At 32, group 2 offers no state; no hit may end at 48; and group 0 has no states.
+    # No hit can end at 32, because group 2 offers no state there. No hit may end at 48. Group 0 has no states.
     assert some.among(offers) == [(64, {1: 8, 2: 9})]
     assert some.among([]) == []
     assert not boundaries(window(4)).has_states

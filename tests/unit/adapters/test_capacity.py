@@ -73,8 +73,8 @@ def test_a_host_tier_below_one_prompt_is_warned_of_with_what_holds_one(
 def test_the_prompt_that_the_warning_is_about_is_no_full_hit(
     make_engine: Make, log: pytest.LogCaptureFixture
 ) -> None:
-    """If the start warns, a second run of the longest possible prompt is no full hit. Without the warning it is a full
-    hit.
+    """If the start warns, a second run of the longest possible prompt is not a full hit. Without the warning it is a
+    full hit.
     """
     tokens = 16 * BLOCK_TOKENS
     for blocks, warned in ((12, True), (16, False)):

@@ -46,7 +46,7 @@ RUN = bytes(16)
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
     """Runs a prompt with an image named `identifier`. Returns the number of tokens that the prompt got from the cache.
-    Other prompts then evict its blocks from the engine's pool, so that lazy stores offer them.
+    Other prompts then evict the prompt's blocks from the engine's pool, so that lazy stores can store them.
     """
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):

@@ -56,7 +56,7 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
 def test_partial_blocks_are_a_choice_with_one_latent_too(
     make_engine: Make, partial_blocks: bool, served: int
 ) -> None:
-    """With MLA too, a setting decides whether the partial tail is stored or computed again."""
+    """With MLA too, `store.partial_blocks` decides whether the partial tail is stored or computed again."""
     engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

@@ -46,7 +46,7 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
 
 
 def names() -> LoraNames:
-    """Returns the names of an engine that seems to have started when all of the test's files were already old."""
+    """Returns the `LoraNames` of an engine that seems to have started when all of the test's files were already old."""
     return LoraNames(time.time_ns() + LATER_NS)
 
 

@@ -1,5 +1,5 @@
-"""A dynamic rope rescales its frequencies for a long prompt and keeps them after it. Cached keys never use rescaled
-frequencies.
+"""A dynamic rope rescales its frequencies for a long prompt and keeps the new ones for later prompts. Cached keys never
+use rescaled frequencies.
 """
 
 from __future__ import annotations

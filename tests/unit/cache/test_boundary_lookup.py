@@ -112,8 +112,8 @@ class World:
     def _fill(self, index: BlockIndex, group: int, count: int) -> None:
         rng, states, entries = self.rng, dict[int, str](), dict[int, int]()
         lacks = rng.choice((0.0, 0.02, 0.1, 0.4))
-        # For a full group, no other tier gets the pages that a store is writing to host memory. The tests of TierLookup
-        # cover pages that a store writes to host memory while another tier has them.
+        # In a full group, pages that a store is writing to host memory are in no other tier here. The tests of
+        # TierLookup cover the case that another tier has them too.
         full = self.rules[group].kind == "full"
         passed = (
             {page for page, state in self.state[0][group].items() if state == "storing"}

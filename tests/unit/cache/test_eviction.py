@@ -311,8 +311,8 @@ def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
 
 
 def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
-    """Blocks that a request only stored do not count as hit. A request stores its prompt chunk by chunk, and then the
-    manager puts its blocks in access order, which must not count as a hit.
+    """Blocks that a request only stored do not count as hits. A request stores its prompt chunk by chunk, and then the
+    manager puts its blocks in access order. This must not count as a hit.
     """
     manager = manager_of("bonus_lru")
     wanted = keys(4)

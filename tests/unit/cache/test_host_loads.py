@@ -1,4 +1,4 @@
-"""Shows which slots loads from host memory read, and which pages are left after a failure."""
+"""Shows which slots are read by loads from host memory, and which pages are left after a failure."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def test_a_failed_load_straight_from_disk_is_named(lines: Lines) -> None:
 
 
 def test_what_nobody_waits_for_may_fail(lines: Lines) -> None:
-    """A load that ends as cancelled is not logged, because its request was aborted or a reset came before its end, so
-    it is no failure.
+    """A load that ends as cancelled is not logged, because it is not a failure: its request was aborted, or a reset
+    came before its end.
     """
     manager, chain = make(), keys(4)
     for what in ("aborted", "overtaken"):

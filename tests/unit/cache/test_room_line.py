@@ -256,7 +256,7 @@ def test_who_waits_is_served_in_the_order_of_the_first_question() -> None:
 
 
 def waited_in_vain(wait_s: float, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """Returns a world in which request a waits for host slots that another request's lease never frees."""
+    """Returns a world in which request "a" waits for host slots that another request's lease never frees."""
     keys = chain(6, 1)
     world = queued([keys], slots=8, limits=traffic(wait_s=wait_s), **kwargs)
     blocker(world, 4)

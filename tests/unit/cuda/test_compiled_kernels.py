@@ -1,5 +1,5 @@
-"""The kernels that nvcc compiles spill no registers to memory and access memory 16 bytes at a time. As many of their
-blocks as intended fit on a multiprocessor.
+"""The kernels that nvcc compiles spill no registers to memory and access memory 16 bytes at a time. The intended number
+of their thread blocks fits on a multiprocessor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests loads and stores that bypass host memory, between disk and SGLang's pool. The user must enable them by name,
+"""Tests loads and stores that bypass host memory, between disk and SGLang's pool. The user must enable them explicitly,
 because a page that fails to load costs its request.
 """
 

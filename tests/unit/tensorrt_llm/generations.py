@@ -124,7 +124,7 @@ PLACES = {"g1": FLAT_PLACE, "g2": f"{FLAT_PLACE}/connectors", "g3": f"{FLAT_PLAC
 
 
 def write_package(folder: Path, generation: str, rank: int = 0) -> None:
-    """Writes the package below `folder`. The caller must then add `folder` to the path."""
+    """Writes the package below `folder`. The caller must then add `folder` to Python's search path."""
     place = folder / "tensorrt_llm" / PLACES[generation]
     place.mkdir(parents=True)
     for parent in (place, *place.parents):

@@ -36,8 +36,8 @@ class Shape:
 
 
 class HostTensor:
-    """Stands for a torch tensor over an array, with the attributes and methods that the connector uses. Importing torch
-    would take seconds in each process.
+    """Stands for a torch tensor whose memory is an array, with the attributes and methods that the connector uses.
+    Importing torch would take seconds in each process.
     """
 
     device = SimpleNamespace(type="cpu", index=None)

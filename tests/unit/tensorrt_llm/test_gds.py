@@ -1,5 +1,5 @@
-"""Tests loads and stores that bypass host memory, between disk and the engine's pool. The user must enable them by
-name, because a page that fails to load costs its request.
+"""Tests loads and stores that bypass host memory, between disk and the engine's pool. The user must enable them
+explicitly, because a page that fails to load costs its request.
 """
 
 from __future__ import annotations

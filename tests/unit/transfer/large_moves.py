@@ -1,5 +1,5 @@
-"""Checks of moves between a host pool and an engine's pool, in memory of the CPU or of a GPU: large moves, moves
-between blocks that are far apart, and moves with digests. For CPU and GPU memory, the same code runs.
+"""Functions that check moves between a host pool and an engine's pool, in memory of the CPU or of a GPU: large moves,
+moves between blocks that are far apart, and moves with digests. The same code runs for CPU and GPU memory.
 
 The argument `device` is the number of a CUDA device, or None for plain memory.
 """

@@ -1,5 +1,5 @@
-"""Cancelling ops: the engine drops copies that have not been issued, and completes copies in flight. Each op ends
-exactly once.
+"""When ops are cancelled, the engine drops copies that have not been issued, and completes copies in flight. Each op
+ends exactly once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""NVTX ranges for a profiler. If the ranges are off, no NVTX library is loaded or called. If they are on, each thread
-pops as many ranges as it pushes. The tests use a fake NVTX library.
+"""Tests NVTX ranges for a profiler. If the ranges are off, no NVTX library is loaded or called. If they are on, each
+thread pops as many ranges as it pushes. The tests use a fake NVTX library.
 """
 
 from __future__ import annotations

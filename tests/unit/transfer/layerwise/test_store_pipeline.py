@@ -1,4 +1,4 @@
-"""Tests of the store pipeline: where each row must arrive, the dependencies between streams, and faults."""
+"""Tests the store pipeline: where each row must arrive, the dependencies between streams, and faults."""
 
 from __future__ import annotations
 
