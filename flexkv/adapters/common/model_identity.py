@@ -20,6 +20,10 @@ computation."""
 LONG_ROPE = ("longrope", "su")
 """Names of the rotary embeddings that have one set of factors for short requests and another set for long requests."""
 
+DYNAMIC_ROPE = "dynamic"
+"""Name of the rotary embeddings that are scaled by a maximum length. Some of vLLM's models take this length from the
+longest request that the engine allows (PLaMo 3, MiniMax-M2), others from their configuration."""
+
 FIRST_LENGTH = "original_max_position_embeddings"
 """Entry of a model's configuration with the number of tokens up to which the factors for short requests apply."""
 
@@ -52,24 +56,31 @@ def plain_config(value: Any) -> Any:
 def has_long_rope(config: Mapping[str, Any]) -> bool:
     """Whether the model's rotary embedding is one of LONG_ROPE (as in Phi-3 with 128k tokens), so that a token's KV
     depends on the length of requests."""
-    return any(value in LONG_ROPE for value in _values(config, ("rope_type", "type")))
+    return any(value in LONG_ROPE for value in _rope_types(config))
 
 
-def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
-    """The set of rotary factors that an engine uses. The engine chooses the set once, according to the longest request
-    that it allows. None if the model's rotary embedding is not in `LONG_ROPE`.
+def rope_choice(config: Mapping[str, Any], longest: int) -> Any:
+    """What an engine chooses for the model's rotary embedding, once and according to the longest request that it
+    allows. None if it chooses nothing.
 
     Args:
         longest: number of tokens of the longest request.
 
     Returns:
-        For each value of FIRST_LENGTH in the configuration, ascending, whether the factors for long requests are used;
-        `longest` if the configuration has no such value.
+        For a rotary embedding in `LONG_ROPE`: for each value of FIRST_LENGTH in the configuration, ascending, whether
+        the factors for long requests are used. `longest` if the configuration has no such value, or if the rotary
+        embedding is DYNAMIC_ROPE.
     """
-    if not has_long_rope(config):
-        return None
-    first_lengths = sorted({value for value in _values(config, (FIRST_LENGTH,)) if isinstance(value, int)})
-    return [longest > tokens for tokens in first_lengths] or longest
+    if has_long_rope(config):
+        first_lengths = sorted(
+            {value for value in _values(config, (FIRST_LENGTH,)) if isinstance(value, int)}
+        )
+        return [longest > tokens for tokens in first_lengths] or longest
+    return longest if DYNAMIC_ROPE in _rope_types(config) else None
+
+
+def _rope_types(config: Mapping[str, Any]) -> list[Any]:
+    return list(_values(config, ("rope_type", "type")))
 
 
 def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:

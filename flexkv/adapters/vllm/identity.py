@@ -25,7 +25,7 @@ from flexkv.adapters.common.model_files import (
     processor_files,
     quantization_files,
 )
-from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
+from flexkv.adapters.common.model_identity import plain_config, rope_choice
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.vllm.identity_fields import (
     BACKENDS,
@@ -204,7 +204,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         "random_weights": _seed_of_weights(config),
         "architecture": _architecture(model),
         "files": _files(model, inputs=_takes_inputs(model), named=bool(settings.identity.model)),
-        "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
+        "long_rope": rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
         "settings": settings_of(config),
         "layers": list(first.layer_names),
         "block_tokens": first.block_tokens,

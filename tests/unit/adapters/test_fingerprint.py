@@ -172,6 +172,17 @@ def test_long_rope_that_does_not_say_its_first_length_is_apart_by_the_longest_re
     assert namespace(folder, text=text, max_tokens=100) != namespace(folder, text=text, max_tokens=200)
 
 
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_dynamic_rope_is_apart_by_the_longest_request(folder: Path, name: str) -> None:
+    """Some models scale dynamic RoPE by `max_model_len`. With default RoPE, `max_model_len` changes no key."""
+    dynamic, default = (
+        TextConfig(**{name: {"rope_type": kind, "factor": 2.0}}) for kind in ("dynamic", "default")
+    )
+    spaces = {tokens: namespace(folder, text=dynamic, max_tokens=tokens) for tokens in (100, 200)}
+    assert spaces[100] != spaces[200]
+    assert namespace(folder, text=default, max_tokens=100) == namespace(folder, text=default, max_tokens=200)
+
+
 def test_where_the_model_was_read_from_does_not_count(folder: Path) -> None:
     assert namespace(folder, text=TextConfig(_name_or_path="y")) == namespace(folder)
     assert namespace(folder, geometry=one_group(16, 16, 7, ("l.0", "l.1"))) == namespace(folder)
