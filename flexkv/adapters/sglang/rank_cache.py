@@ -326,6 +326,7 @@ class RankCache(RankWorker):
         self._report.close()
         self._unit.close()
         if self._announcements is not None:
-            # The unit is closed first, because that still writes pages to disk, which the announcements must record.
+            # The unit is closed first, because closing it still writes pages to disk, which the announcements must
+            # record.
             self._announcements.close()
         super().close()

@@ -35,7 +35,7 @@ class Handshakes:
         return [handshake.pool_id for _, handshake in sorted(self.of_rank.items())]
 
     def take(self, ranks: Mapping[int, Handshake]) -> None:
-        """Adds handshakes.
+        """Adds the handshakes of some ranks.
 
         Raises:
             ContractError: a rank has already sent a handshake for another pool, so one of the two pools belongs to

@@ -170,7 +170,8 @@ class WorkerSide(RankWorker):
             # Operations that store reused blocks run before other store operations, because the forward pass waits for
             # them.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # Void ops are ended after the early store operations are submitted, because some of these may be void.
+        # Ops whose bytes must not be used (void ops) are ended after the early store operations are submitted, because
+        # some of these operations may be void.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
@@ -189,7 +190,7 @@ class WorkerSide(RankWorker):
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job, self._before if orders.spares_loads else None)
-            # A load is void already if vLLM has reset its cache between the planning of the load and this step.
+            # A load is already void here if vLLM has reset its cache after the load was planned.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
         self.begin_step_loads(orders.loads)
