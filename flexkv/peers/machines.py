@@ -38,8 +38,8 @@ SCAN_BEATS = 5
 """After the thread has read the known files this many times, it searches for new files."""
 
 JITTER = 0.25
-"""An interval is randomly shorter or longer by up to this fraction, so that machines do not all ask their file server
-at the same moment.
+"""The interval between two rounds of heartbeat and reads is randomly shorter or longer by up to this fraction, so that
+machines do not all ask their file server at the same moment.
 """
 
 AGAIN_S = 60.0

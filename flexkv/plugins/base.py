@@ -45,7 +45,7 @@ class Place:
     socket: str
 
     def variables(self) -> dict[str, str]:
-        """Returns the environment variables that plugins get. The rank is empty if they run beside the unit's
+        """Returns the environment variables that plugins get. The rank is empty if the plugins run beside the unit's
         manager.
         """
         rank = "" if self.rank is None else str(self.rank)

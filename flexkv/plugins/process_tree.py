@@ -15,7 +15,8 @@ def children_of(pid: int) -> list[int]:
         if not folder.name.isdecimal():
             continue
         with contextlib.suppress(OSError):  # the process has ended meanwhile
-            # The process's name, in brackets, may have any characters. State and parent follow the last bracket.
+            # The process's name, in brackets, may have any characters. The process's state and its parent's id follow
+            # the last bracket.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[1]) == pid:
                 found.append(int(folder.name))

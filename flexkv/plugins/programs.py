@@ -19,8 +19,8 @@ mistake.
 
 NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all>all))_.")
 CLAIMS = re.compile(r"(scheduler|worker|all)_")
-"""Matches the beginning of a plugin's file name, even if the rest of the name does not say beside which rank the plugin
-runs.
+"""Matches the beginning of a plugin's file name. A file whose name matches this but not NAME is refused, because its
+name does not say beside which rank the plugin runs.
 """
 
 # A Python plugin finds modules in its own folder first, and then this flexkv, even if another one is installed.

@@ -195,7 +195,8 @@ class Answer(Packed):
     """Answers a `Probe` or `Alive`.
 
     Attributes:
-        presence: for each group, the `Presence` of as many leading keys as were looked up, one byte per key.
+        presence: for each group, one byte per key that was looked up: the key's `Presence`. The keys that were looked
+            up are the leading ones.
         lost: why the store cannot be reached; empty if it can.
     """
 

@@ -33,7 +33,7 @@ dropped. A unit that reads a page whose removal was dropped finds the page missi
 LOST = "lost"
 
 Presences = Sequence[NDArray[np.uint8]]
-"""For each group, the `Presence` of as many leading keys as were looked up; an empty sequence if no answer came in
+"""For each group, the `Presence` of the leading keys that were looked up; an empty sequence if no answer came in
 time.
 """
 

@@ -298,7 +298,7 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def begin_reset(self, epoch: int) -> None:
-        """Does the part of `reset` that does not wait; call `finish_reset` afterwards.
+        """Carries out the part of `reset` that does not wait. Call `finish_reset` afterwards.
 
         Raises:
             ContractError: `epoch` is not above the current one.

@@ -19,7 +19,7 @@ def write_epoch(folder: Path, epoch: int) -> None:
 
 
 def read_epoch(folder: Path) -> int | None:
-    """The last epoch written; None if the file does not exist. Raises what `read_number` raises.
+    """Returns the epoch that was written last; None if the file does not exist. Raises what `read_number` raises.
 
     When the tier opens a folder without this file, it writes the file, even if the epoch is 0, before any page is
     stored. So if a folder has pages but no such file, the file was lost, and only the index still has the epoch.

@@ -245,7 +245,8 @@ def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
     """Returns, for each file system with more than one folder of `disk.folders`, these folders. Striping over them
-    gains nothing. Ignores a folder whose file system cannot be determined, because opening it reports that.
+    gains nothing. Ignores a folder whose file system cannot be determined, because the later opening of that folder
+    reports the problem.
     """
     devices: dict[Path, int] = {}
     for root in map(Path, disk.folders):

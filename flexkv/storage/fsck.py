@@ -106,7 +106,7 @@ class FsckReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is damaged and the index lists only pages that are there. Orphans, stale and empty slots are
+        """Whether nothing is damaged and the index lists only pages that are there. Orphaned, stale and empty slots are
         normal.
         """
         return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)

@@ -44,7 +44,9 @@ def write_opens(folder: Path, opens: int) -> None:
 
 
 def read_opens(folder: Path) -> int | None:
-    """The last count written; None if the file does not exist. Raises what `read_number` raises."""
+    """Returns the count of openings that was written last; None if the file does not exist. Raises what `read_number`
+    raises.
+    """
     return read_number(folder / OPENS_NAME, MOST_OPENS)
 
 

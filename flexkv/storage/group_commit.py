@@ -1,4 +1,4 @@
-"""Decides how long a group commit waits, after its first row, for more rows to make durable in one sync."""
+"""Decides how long a group commit waits for more rows after its first one. One sync then makes all of them durable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUIET_S = 0.005
 
 
 def await_group(clock: Callable[[], float], wait_for_more: Callable[[float], bool]) -> None:
-    """Returns QUIET_S seconds after the last row of a burst, but at the latest GROUP_S seconds after the call.
+    """Waits until QUIET_S seconds after the last row of a burst, but at most GROUP_S seconds.
 
     Args:
         clock: returns monotonic time in seconds.

@@ -269,8 +269,8 @@ class SlotIndex:
         self._used[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def flush_uses(self, most_chunks: int) -> bool:
-        """Makes the next `commit` also write chunks in which only uses have changed, at most `most_chunks` per slab.
-        Returns whether that commit has any chunk to write.
+        """Makes the next `commit` also write chunks in which only the times of use have changed, at most `most_chunks`
+        per slab. Returns whether that commit has any chunk to write.
         """
         for slab, used in enumerate(self._used):
             for chunk in list(used)[:most_chunks]:

@@ -37,8 +37,9 @@ uses that are not written yet.
 """
 
 USE_FLUSH_CHUNKS = 512
-"""Maximum number of chunks of a slab (2 MiB) in a commit in which only uses have changed. The limit keeps the disk's
-work for records of uses small."""
+"""Maximum number of chunks of a slab (2 MiB) in a commit in which only the times of use have changed. The limit keeps
+the disk's work for records of uses small.
+"""
 
 RETRIES = 5
 RETRY_S = 0.2

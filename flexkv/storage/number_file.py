@@ -26,8 +26,8 @@ def write_number(path: Path, number: int) -> None:
 
 
 def read_number(path: Path, most: int) -> int | None:
-    """The last number written; None if the file does not exist. A number without a digest is also accepted, if it is
-    alone on its line.
+    """Returns the number that was written last; None if the file does not exist. A number without a digest is also
+    accepted, if it is alone on its line.
 
     Raises:
         DamagedNumberError: the file does not contain a number up to `most`, or the digest does not match.

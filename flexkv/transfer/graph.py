@@ -84,7 +84,7 @@ class Priority(IntEnum):
 
 
 class EdgeKind(IntEnum):
-    """How a successor waits for its predecessor."""
+    """How an op (the successor) waits for another op (the predecessor)."""
 
     BARRIER = 0
     """The successor starts after every page of the predecessor has arrived."""

@@ -21,7 +21,7 @@ MAX_EXTENT_BYTES = 1 << 30
 """Size of the largest extent, in bytes. io_uring refuses to register a longer buffer."""
 
 ANY_NODE = -1
-"""The native pool's `numa_node` if the kernel may choose the node."""
+"""The value of the native pool's `numa_node` with which Linux chooses the node."""
 
 HugePages = Literal["auto", "off"]
 

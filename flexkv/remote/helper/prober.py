@@ -58,8 +58,8 @@ class HelperProber:
         return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
-        """Returns the `Presence` of the leading keys, as many as there is time for. If `whole` is set, stops after the
-        first call that finds a page missing.
+        """Returns the `Presence` of as many leading keys as there was time to ask about. If `whole` is set, stops after
+        the first call that finds a page missing.
         """
         form, found = self._work.formats[group], [np.empty(0, np.uint8)]
         for first in range(0, len(keys), CHUNK):

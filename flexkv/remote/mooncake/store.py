@@ -1,5 +1,5 @@
-"""Mooncake Store as a store of the remote tier. Operators run its master, and its owners: the processes whose memory
-holds the values.
+"""A client of Mooncake Store, for the remote tier. Operators run Mooncake's master and its owners (the processes whose
+memory holds the values).
 """
 
 from __future__ import annotations

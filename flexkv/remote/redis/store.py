@@ -170,7 +170,7 @@ class RedisStore(Store):
 
     def _run(self, exchanges: Mapping[int, Exchange]) -> None:
         """Carries out `exchanges`, which maps servers' numbers to the exchanges with them. At the same time pings
-        servers that have rested long enough.
+        servers whose rest (the time without calls after a failure) is over.
         """
         retry_s = time.monotonic() + RETRY_S
         pings = {
