@@ -37,8 +37,8 @@ uses that are not written yet.
 """
 
 USE_FLUSH_CHUNKS = 512
-"""Maximum number of chunks of a slab (2 MiB) in a commit in which only the times of use have changed. The limit keeps
-the disk's work for records of uses small.
+"""Maximum number of chunks per slab (2 MiB together) in a commit in which only the times of use have changed. The limit
+keeps the disk's work for records of uses small.
 """
 
 RETRIES = 5
