@@ -13,16 +13,16 @@ namespace {
 constexpr const char* kWaitKernel = "the kernel that waits for a layer";
 
 // An event that is reached when a kernel has copied a stage. A stream may still be waiting for the event when
-// the memory with the word `passed` is freed. That is safe: in all known drivers cuMemFree blocks until such
-// a wait has ended, and the wait does end, because the copy kernel has ended by then.
+// the memory with the word `passed` is freed. This is safe: in all known drivers, cuMemFree blocks until the
+// wait has ended. The wait does end, because the copy kernel has ended by then.
 class StagePoint : public StreamEvent {
  public:
   StagePoint(std::shared_ptr<Copier> copier, const uint32_t* passed, uint32_t value)
       : copier_(std::move(copier)), passed_(passed), value_(value) {}
 
   std::string make_wait(StreamId stream) override { return copier_->wait(passed_, value_, stream); }
-  // The host cannot read the word, which is in device memory. So this returns true, as for any event whose
-  // state is unknown.
+  // The host cannot read the word, which is in device memory. So reached() returns true, as for any event
+  // whose state is unknown.
   bool reached() override { return true; }
 
  private:
@@ -35,7 +35,7 @@ class StagePoint : public StreamEvent {
 
 std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
                                                        CopyStream& stream, int32_t stages) {
-  // This call comes first because the kernel counts all stages, even if an allocation below fails.
+  // This call must come first: the kernel counts all stages even if an allocation below fails.
   uint32_t passed = stream.count_stages(stages);
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
@@ -63,8 +63,8 @@ Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySw
   } else if (!device_->host_addresses_work()) {
     note("no copy kernel: the device has other addresses for host memory");
   } else {
-    // A kernel that was built for other devices or for a newer driver fails here, because these calls are the
-    // first that need its image.
+    // If the kernel was built for other devices or for a newer driver, these calls fail, because they are the
+    // first that need the kernel's image.
     std::string failure = kernels_.load == nullptr ? std::string() : kernels_.load();
     if (failure.empty()) failure = try_path(Path::kKernel);
     capabilities_.kernel = failure.empty();
@@ -103,7 +103,8 @@ void Copier::note(const std::string& text) {
   notes_ += (notes_.empty() ? "" : "; ") + text;
 }
 
-// Stops using the kernel that `means` selects, because it could not be started. notes() then includes `why`.
+// Stops using the kernel that `means` selects, because the kernel could not be started. notes() then includes
+// `why`.
 void Copier::give_up(bool Capabilities::* means, const std::string& why) {
   const bool copies = means == &Capabilities::kernel;
   {
@@ -113,7 +114,7 @@ void Copier::give_up(bool Capabilities::* means, const std::string& why) {
                 " is not used any more, " + why;
     }
   }
-  ++failed_launches_;  // comes last, so that a thread that sees the new count also finds the note
+  ++failed_launches_;  // incremented last, so that a thread that sees the new count also finds the note
 }
 
 std::string Copier::wait(const uint32_t* passed, uint32_t value, StreamId stream) {
@@ -199,8 +200,8 @@ std::string Copier::copy(Direction direction, std::span<const Copy> copies, bool
   if (copies.empty()) return {};
   int64_t bytes = 0;
   for (const Copy& one : copies) bytes += static_cast<int64_t>(one.bytes);
-  // Single calls accept pageable memory, which the driver stages itself. NVIDIA does not document whether
-  // batches accept it, too.
+  // Single copy calls accept pageable memory; the driver then copies it through a buffer of its own. NVIDIA
+  // does not document whether batched calls accept pageable memory, too.
   const bool batch = copies.size() > 1 && registered && capabilities().batch;
   std::string error = batch ? by_batch(direction, copies, stream) : std::string();
   for (size_t i = 0; !batch && error.empty() && i < copies.size(); ++i) {
@@ -232,9 +233,10 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
   }
   BatchAttributes attributes;
   // A page to be loaded is complete in host memory before its op starts, so the driver may read it at any
-  // time. A store's source is written by work that the stream waits for, so it must be read in stream order.
+  // time. The source of a store is written by work that the stream waits for, so the driver must read it in
+  // stream order.
   attributes.order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
-  size_t first = 0;  // the attributes apply from copy 0 on, so to all copies
+  size_t first = 0;  // the attributes apply to all copies, because they apply from copy 0 on
   const Driver& driver = device_->driver();
   Code code = kSuccess;
   if (driver.batch_13000 != nullptr) {

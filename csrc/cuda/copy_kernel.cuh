@@ -1,4 +1,5 @@
-// The device code of the copy kernel and of the kernel that waits for a stage; copy_kernel.cu launches both.
+// The device code of the copy kernel and of the kernel that waits for a stage. copy_kernel.cu launches these
+// kernels.
 #pragma once
 #include "base/kernel_grid.h"
 #include "cuda/copy_job.h"
@@ -11,8 +12,8 @@ struct LaunchTables {
 
 namespace {
 
-// Counts that this warp has passed the stage. The last warp also counts the stage as passed. The fences make
-// the bytes of all warps visible before the count that a stream waits for.
+// Counts that this warp has passed the stage. The last warp to pass it also counts the stage as passed.
+// Because of the fences, the bytes of all warps are visible before the count for which a stream waits.
 __device__ inline void pass_stage(const CopyJob& job, int32_t stage, int32_t warps) {
   if (job.words.passed == nullptr) return;
   __syncwarp();
@@ -35,8 +36,8 @@ __device__ inline void copy_own_share(const CopyJob& job) {
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
 
-// Runs until `*passed` has reached `value`. docs/gpu.md has measurements of the alternative, in which the
-// stream itself waits for the word.
+// Runs until `*passed` has reached `value`. Alternatively, the stream itself could wait for the word;
+// docs/gpu.md has measurements of this.
 __global__ void __launch_bounds__(1, 1) wait_kernel(const uint32_t* passed, uint32_t value) {
   while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
   __threadfence();

@@ -12,7 +12,7 @@ const char* to_string(Path path) {
 CopyLister::CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest)
     : segments_(segments), pages_(pages), longest_(longest) {
   uintptr_t region = 0;
-  int64_t stride = 0;  // unit: bytes; distance between the region's blocks
+  int64_t stride = 0;  // in bytes: distance between the region's blocks
   for (const Segment& segment : segments) {
     if (segment.base < region || segment.base - region >= static_cast<uintptr_t>(stride)) {
       region = segment.base;

@@ -1,5 +1,5 @@
-// Lists the runs of pages as copies between a device and host memory. This code only computes, and calls no
-// driver.
+// Lists the runs of pages as copies between a device and host memory. This code only computes, and does not
+// call the driver.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -26,9 +26,10 @@ const char* to_string(Path path);
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
-  bool stage_words = false;  // streams can wait for one stage of a kernel that is still running
-  // Unit: bytes. For loads and for stores, a length that was measured on this device: the kernel copies runs
-  // that are shorter. If a length is unset, the built-in lengths of copy_ways.h apply.
+  // Whether streams can wait for one stage of a kernel that is still running.
+  bool stage_words = false;
+  // Unit: bytes. Two lengths that were measured on this device, one for loads and one for stores: the kernel
+  // copies runs that are shorter. Where a length is unset, the built-in length of copy_ways.h applies.
   std::array<std::optional<int64_t>, 2> measured_below = {};
 };
 
@@ -41,25 +42,28 @@ struct Copy {
   uintptr_t region = 0;  // base address of the region of device memory; see CopyLister
 };
 
-// The two ends of a page's copy: a block of the engine's pool, and its stripe in host memory.
+// The two memory locations of a page's copy: a block of the inference engine's pool, and the stripe in host
+// memory.
 struct PageEnds {
   int64_t block = 0;
   std::byte* stripe = nullptr;
   int64_t piece = 0;  // number of the piece in which the stripe's slot was registered; see PinPieces
 };
 
-// Lists all runs of some pages as copies, page by page, with a limited number per call. Consecutive runs
-// become one copy if they are in one piece and one region and are contiguous in device and in host memory.
-// Empty runs are left out, and copies longer than `longest` bytes are cut. Segments whose bases are less than
-// a block stride apart belong to one region, as in pools that have all layers in a block. Other segments may
-// be layers that were allocated separately, so no copy spans two regions. The caller must keep segments and
-// pages valid as long as the lister exists.
+// Lists all runs of some pages as copies, page by page. Each call of next() returns a limited number of them.
+// Consecutive runs become one copy if they are in the same piece and the same region, and are contiguous both
+// in device memory and in host memory. Empty runs are left out, and copies longer than `longest` bytes are
+// cut. Segments whose base addresses are less than a block stride apart belong to the same region, as in
+// pools that have all layers in a block. Segments of different regions may be layers that were allocated
+// separately, so no copy spans two regions. The caller must keep segments and pages valid as long as the
+// lister exists.
 class CopyLister {
  public:
   CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);
   bool ended() const { return page_ == pages_.size(); }
-  // Replaces the contents of `copies` with the next copies: at most `most_copies`, with at most `most_bytes`
-  // in total. Returns their total size in bytes, which is 0 only when all have been listed.
+  // Replaces the content of `copies` with the next copies: at most `most_copies` copies, with at most
+  // `most_bytes` bytes in total. Returns their total size in bytes, which is 0 only if all copies have
+  // already been listed.
   int64_t next(int64_t most_bytes, size_t most_copies, std::vector<Copy>& copies);
 
  private:
@@ -73,7 +77,7 @@ class CopyLister {
   std::vector<uintptr_t> regions_;  // the region of each segment
   size_t page_ = 0;
   size_t segment_ = 0;
-  int64_t offset_ = 0;  // bytes into the current run
+  int64_t offset_ = 0;  // offset in the current run, in bytes
 };
 
 }  // namespace flexkv::cuda

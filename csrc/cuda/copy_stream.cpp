@@ -12,11 +12,11 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Number of stop words, which the kernels of consecutive marks use in turn. If two stopped kernels share a
-// word, the earlier one may miss its stop; then it only ends later.
+// Number of stop words. The kernels of consecutive marks use these words in turn. If two kernels that are to
+// be stopped share a word, the earlier kernel may miss its stop; then it only ends later.
 constexpr uint32_t kStopWords = 16;
-// Unit: seconds. How long a stream may take to write a word in the self-test words_work(); an idle stream
-// takes some microseconds.
+// Unit: seconds. The maximum time that a stream may take to write a word in the self-test words_work(). An
+// idle stream takes some microseconds.
 constexpr double kWordTrialS = 1;
 // Number of 4-byte words in device memory after the tables: the stop words and the stage words.
 constexpr size_t kWords = kStopWords + kMostStages + 1;
@@ -41,7 +41,7 @@ CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t mar
 
 CopyStream::~CopyStream() {
   const QuietCurrent here(*device_);
-  // Waits, because marks and kernels write to memory that is freed next.
+  // The destructor waits for both streams, because marks and kernels write to memory that is freed next.
   device_->driver().stream_synchronize(handle());
   device_->driver().stream_synchronize(stops_.handle());
 }
@@ -72,7 +72,7 @@ std::string CopyStream::mark() {
                          std::forward_as_tuple(device_, handle()));
     return {};
   } catch (const CapacityError& error) {
-    // If this call fails too, the stream is broken, and the mark must not count as reached.
+    // If this call fails, too, the stream is broken, and the mark must not count as reached.
     if (driver.stream_synchronize(handle()) == kSuccess) {
       events_.clear();
       word_->store(marks_, std::memory_order_release);
@@ -82,7 +82,7 @@ std::string CopyStream::mark() {
 }
 
 bool CopyStream::reached(uint32_t mark) {
-  // The difference is signed because numbers wrap around after four billion.
+  // The difference is signed because mark numbers wrap around after four billion.
   if (static_cast<int32_t>(word_->load(std::memory_order_acquire) - mark) >= 0) return true;
   while (!events_.empty() && events_.front().second.ended_well()) {
     word_->store(events_.front().first, std::memory_order_release);
@@ -130,7 +130,7 @@ std::string CopyStream::stop(uint32_t mark) {
       "cuStreamWriteValue32");
 }
 
-// Ignores a failure of the write: it means that the context is broken.
+// A failure of the write is ignored: it means that the context is broken.
 void CopyStream::forget_stop(uint32_t mark) {
   device_->driver().stream_write_value(stops_.handle(), stop_word_of(mark), 0, kWriteValueDefault);
 }

@@ -9,8 +9,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// The test copies kTestRuns runs of each of kTestPages pages. Runs have an odd length, and they start further
-// apart than they are long, so that the test can check the gaps. Lengths and distances are in bytes.
+// The test copies kTestRuns runs of each of kTestPages pages. Runs have an odd length, and there are gaps
+// between them, which the test checks, too. Lengths and distances are in bytes.
 constexpr int64_t kTestRunBytes = 1237;
 constexpr int64_t kTestRunStep = 1536;
 constexpr int32_t kTestRuns = 4;
@@ -31,8 +31,8 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
     wanted[i] = in_run ? sent[i] : std::byte{};
   }
   std::memset(back, 0, kBytes);
-  // The device memory is layer-first: the first run of all pages, then the second run of all pages, and so
-  // on.
+  // The layout in device memory is layer-first: the first runs of all pages, then the second runs of all
+  // pages, and so on.
   std::vector<Segment> segments;
   for (int32_t run = 0; run < kTestRuns; ++run) {
     segments.push_back({memory.address() + static_cast<uintptr_t>(run * kTestPages * kTestRunStep),
@@ -46,8 +46,8 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
   for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
     const auto& pages = direction == Direction::kToDevice ? there : home;
     const std::string failure = move(direction, segments, pages, stream);
-    // Waits even after a failure, because some copies may be in flight, and their memory is written or freed
-    // next.
+    // The test waits even after a failure, because some copies may still be in flight, and the memory that
+    // they use is written or freed next.
     const Driver& driver = device->driver();
     const std::string ended =
         driver.failure(driver.stream_synchronize(stream.handle()), "cuStreamSynchronize");

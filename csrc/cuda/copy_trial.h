@@ -1,4 +1,4 @@
-// Tests whether a copy path copies correctly, before flexkv uses the path for any page.
+// Tests whether a copy path copies correctly, before flexkv uses that path for any page.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,14 +10,14 @@
 
 namespace flexkv::cuda {
 
-// Enqueues the copies of some segments of some pages on one path. Returns an empty string on
-// success, otherwise the reason.
+// A function that enqueues copies of some segments of some pages with one copy path. It returns an empty
+// string on success, otherwise an error message.
 using Mover =
     std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>, CopyStream&)>;
 
-// Copies runs of odd lengths to the device and back using `move`, and compares them. Returns an empty string
-// if all bytes of the runs came back and no other host byte changed; otherwise what went wrong. Precondition:
-// the device is current.
+// Copies runs of odd lengths to the device and back using `move`, and compares the bytes. Returns an empty
+// string if all bytes of the runs came back and no other host byte changed; otherwise an error message.
+// Precondition: the device is current.
 std::string try_copies(const std::shared_ptr<Device>& device, const Mover& move);
 
 }  // namespace flexkv::cuda

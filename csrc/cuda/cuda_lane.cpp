@@ -36,11 +36,11 @@ CudaLane::CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const Co
 
 CudaLane::~CudaLane() { abandon(); }
 
-// Only the threads own the source. If the lane owned the source too, scheduler and lane would keep each other
-// alive for ever.
+// Only the threads own `source`, which is the scheduler. If the lane owned it, too, the scheduler and the
+// lane would keep each other alive for ever.
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
-  // Starts only the threads that do not exist yet, so that the call can be repeated after it failed for lack
-  // of threads.
+  // Starts only the threads that do not exist yet, so that the call can be repeated if the system refused to
+  // start a thread.
   static constexpr std::pair<OpKind, const char*> kThreads[] = {{OpKind::kH2D, "flexkv-h2d"},
                                                                 {OpKind::kD2H, "flexkv-d2h"}};
   while (threads_.size() < std::size(kThreads)) {

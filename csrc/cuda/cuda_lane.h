@@ -18,19 +18,20 @@ namespace flexkv::cuda {
 
 class CudaLane : public Lane {
  public:
-  // Makes the streams and runs the self-tests of the copy paths. The crew writes the digests of stored pages
-  // and checks those of loaded pages. Throws CapacityError.
+  // Makes the streams and runs the self-tests of the copy paths. The crew `digests` writes the digests of
+  // pages that are stored, and checks the digests of pages that are loaded. Throws CapacityError if the
+  // driver fails.
   CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches,
            std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // There is no limit, so stuck items of one direction never take down the opposite direction, whose items
-  // may still move.
+  // There is no limit. So stuck items of one direction never cause the opposite direction to be taken down,
+  // whose items may still move.
   int32_t concurrency() const override { return INT32_MAX; }
-  // Items are large enough for the thread to prepare the next copies early. A more urgent op waits for two
-  // such items, about 3 ms.
+  // Items are large enough that the thread can prepare the next copies early. A more urgent op waits for two
+  // items of this size, about 3 ms.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }
@@ -45,7 +46,7 @@ class CudaLane : public Lane {
   const Copier& copier() const;
 
  private:
-  struct Shared;  // also owned by the threads; outlives the lane if a device hangs
+  struct Shared;  // the threads own it, too: it outlives the lane if a device hangs
 
   void end_threads();
 

@@ -20,7 +20,8 @@ class DeviceRegistrar : public Registrar {
 
   void remove(void* base) override {
     const QuietCurrent current(*device_);
-    // Ignores a failure: at exit the driver may already be unloaded, and then nothing is registered any more.
+    // A failure is ignored: when the process exits, the driver may already be unloaded, and then nothing is
+    // registered any more.
     device_->driver().host_unregister(base);
   }
 
@@ -66,7 +67,7 @@ std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
   };
   device->multiprocessors_ = attribute(kAttributeMultiprocessors);
   device->host_addresses_work_ = attribute(kAttributeHostPointerIsDevicePointer) != 0;
-  const RelaxedCapture relaxed(driver);  // because a new context allocates memory
+  const RelaxedCapture relaxed(driver);  // needed because a new context allocates memory
   require(driver.primary_context_retain(&device->context_, device->number_), "cuDevicePrimaryCtxRetain");
   return device;
 }
@@ -77,7 +78,8 @@ Device::~Device() {
   driver_.primary_context_release(number_);
 }
 
-// If the driver refuses the mode, for example because it does not support it, the thread keeps its mode.
+// If the driver refuses the mode, for example because it does not support the mode, the thread keeps its
+// current mode.
 RelaxedCapture::RelaxedCapture(const Driver& driver)
     : driver_(driver), exchanged_(driver.exchange_capture_mode(&before_) == kSuccess) {}
 

@@ -1,4 +1,4 @@
-// One GPU, used through its primary context, which the engine's framework uses too.
+// One GPU. It is used through its primary context, which the inference engine's framework uses, too.
 #pragma once
 #include <memory>
 #include <string>
@@ -21,7 +21,7 @@ class Device {
   const Driver& driver() const { return driver_; }
   int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }
-  // Unit: bytes. All of the device's memory.
+  // Unit: bytes. The size of all of the device's memory.
   int64_t total_bytes() const { return total_bytes_; }
   // The device's address on the PCI bus, such as "0000:17:00.0".
   const std::string& pci() const { return pci_; }
@@ -45,10 +45,10 @@ class Device {
   bool host_addresses_work_ = false;
 };
 
-// For a scope, lets this thread call the driver while another thread captures a graph. In the capture mode
-// that every thread starts with, a registration, an allocation or a query of an event would fail and
-// invalidate the engine's capture (vllm-project/vllm#48053). This is safe because flexkv enqueues no work on
-// a stream that is being captured.
+// While this object exists, its thread may call the driver even if another thread captures a CUDA graph. In
+// the capture mode that every thread starts with, a registration, an allocation or a query of an event would
+// fail and invalidate the inference engine's capture (vllm-project/vllm#48053). Relaxed capture is safe
+// because flexkv enqueues no work on a stream that is being captured.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver);
@@ -62,18 +62,18 @@ class RelaxedCapture {
   const bool exchanged_;
 };
 
-// Makes a device this thread's current device for a scope, with relaxed capture. Then restores the former
-// device and capture mode, because the calling thread may be the engine's. It pushes the retained primary
-// context, which creates no new context. Restoring the device with the runtime's cudaSetDevice instead would
-// create the primary context of device 0 in a thread that never chose a device. Callers should read error(),
-// unless they can do nothing about a refusal.
+// While this object exists, a device is the thread's current device, with relaxed capture. The destructor
+// restores the previous device and capture mode, because the calling thread may belong to the inference
+// engine. The constructor pushes the retained primary context, so no new context is created. Restoring the
+// device with the runtime's cudaSetDevice instead would create the primary context of device 0 in a thread
+// that never chose a device. Callers should read error(), unless they cannot react to an error in any way.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
   ~QuietCurrent();
   QuietCurrent(const QuietCurrent&) = delete;
   QuietCurrent& operator=(const QuietCurrent&) = delete;
-  // Why the driver refused the context; empty if it accepted the context.
+  // Says why the driver refused the context; empty if it accepted the context.
   const std::string& error() const { return error_; }
 
  private:
@@ -82,20 +82,20 @@ class QuietCurrent {
   const std::string error_;
 };
 
-// Like QuietCurrent, but throws CapacityError if the context is refused.
+// Does what QuietCurrent does, but throws CapacityError if the driver refuses the context.
 class Current : public QuietCurrent {
  public:
   explicit Current(const Device& device);
 };
 
-// Makes the device current, with relaxed capture, on one of flexkv's own threads until the thread ends.
-// Returns an empty string on success, otherwise why the driver refused.
+// Makes the device current, with relaxed capture, for the calling thread until the thread ends. Only for
+// flexkv's own threads. Returns an empty string on success, otherwise why the driver refused it.
 std::string bind_thread(const Device& device);
 
-// Throws ContractError while the engine's `stream` is being captured into a graph: flexkv must not use a
-// stream that is being captured, because an event on it would make flexkv's streams part of the graph. Throws
-// CapacityError if the driver cannot tell whether the stream is being captured. Precondition: the stream's
-// device is current.
+// Throws ContractError while the inference engine's `stream` is being captured into a CUDA graph: flexkv must
+// not use a stream that is being captured, because an event on it would make flexkv's streams part of the
+// graph. Throws CapacityError if the driver cannot tell whether the stream is being captured. Precondition:
+// the stream's device is current.
 void require_no_capture(const Device& device, StreamHandle stream);
 
 // Returns a registrar that pins host memory for a device with cuMemHostRegister. The memory is then

@@ -53,13 +53,13 @@ Identity identify(int ordinal, const Driver& driver) {
 }
 
 int64_t bar_bytes(const std::string& pci, const std::string& devices) {
-  std::string folder = pci;  // sysfs writes it in lower case
+  std::string folder = pci;  // sysfs writes the address in lower case
   for (char& letter : folder)
     letter = letter >= 'A' && letter <= 'F' ? static_cast<char>(letter + 32) : letter;
   std::ifstream windows(devices + "/" + folder + "/resource");
   int64_t most = 0;
-  // Each line describes one window: its first byte, last byte and flags. The line of an absent window has
-  // zeros.
+  // Each line describes one window: the addresses of its first and last byte, and its flags. If a window does
+  // not exist, its line has zeros.
   std::string flags;
   for (uint64_t first = 0, last = 0; windows >> std::hex >> first >> last >> flags;) {
     if (last > first) most = std::max(most, static_cast<int64_t>(last - first + 1));

@@ -1,5 +1,5 @@
-// Memory of a GPU that an object owns. It can also time bare copies to and from the host, which are the
-// baseline of `flexkv bench transfer`.
+// Memory of a GPU, owned by an object. The object can also measure how long plain copies to and from the host
+// take. `flexkv bench transfer` compares transfers with these times.
 #pragma once
 #include <memory>
 
@@ -19,9 +19,9 @@ class DeviceMemory {
   size_t bytes() const { return bytes_; }
   int multiprocessors() const { return device_->multiprocessors(); }
   // Returns how many seconds `calls` copies of `call_bytes` to or from pinned host memory take until the last
-  // has ended. Each copy is one driver call and uses the next `call_bytes` of this memory, from the start
-  // again after the end. All copies are enqueued on one new stream. Throws ContractError if `call_bytes` is 0
-  // or more than the memory has, and CapacityError if the driver fails.
+  // copy has ended. Each copy is one driver call and uses the next `call_bytes` of this memory; after the end
+  // of the memory, it begins at the start again. All copies are enqueued on one new stream. Throws
+  // ContractError if `call_bytes` is 0 or larger than the memory, and CapacityError if the driver fails.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 
  private:

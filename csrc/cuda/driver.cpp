@@ -5,8 +5,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// CUDA versions whose variant of a function is requested. The base is 12.0, which introduced
-// cuGetProcAddress_v2.
+// For each function, the driver is asked for the variant of one of these CUDA versions. kBaseVersion is 12.0,
+// which introduced cuGetProcAddress_v2.
 constexpr int kBaseVersion = 12000;
 constexpr int kBatchVersion = 12080;
 constexpr int kBatchVersionWithoutIndex = 13000;
@@ -21,7 +21,7 @@ bool find_one(FindFunction find, const char* name, int version, Function& functi
 }
 
 LoadedDriver load_system_driver() {
-  // The library is never closed, because the driver keeps threads.
+  // The library is never closed, because the driver has threads that keep running.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return {{}, "no NVIDIA driver"};
   const auto find = reinterpret_cast<FindFunction>(dlsym(library, "cuGetProcAddress_v2"));
@@ -95,8 +95,8 @@ LoadedDriver find_functions(FindFunction find) {
     loaded.missing = d.error_text(code, "cuInit");
     return loaded;
   }
-  // The parameters depend on the version, so exactly one version is requested. If the driver has no such
-  // function, each copy needs its own call.
+  // The function's parameters depend on the CUDA version, so exactly one version is requested. If the driver
+  // has no such function, each copy needs its own call.
   if (d.version >= kBatchVersionWithoutIndex) {
     find_one(find, "cuMemcpyBatchAsync", kBatchVersionWithoutIndex, d.batch_13000);
   } else if (d.version >= kBatchVersion) {

@@ -1,6 +1,6 @@
 // The CUDA driver's functions, found at run time: libcuda is loaded if the machine has it, and never linked.
-// The declarations are flexkv's own, so that a build needs no CUDA toolkit; they have the same binary form as
-// those of cuda.h.
+// The declarations are flexkv's own, so that a build needs no CUDA toolkit. They have the same binary form as
+// the declarations in cuda.h.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,14 +12,16 @@ using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
 inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
-inline constexpr Code kErrorCaptureImplicit = 906;  // legacy stream used while another is captured
+// The legacy stream was used while another stream is being captured.
+inline constexpr Code kErrorCaptureImplicit = 906;
 
-// CUstreamCaptureMode. Every thread starts in global mode. While one thread captures a graph in global mode,
-// any potentially unsafe call by another thread in global mode fails and invalidates the capture.
+// Values of CUstreamCaptureMode. Every thread starts in global mode. While one thread captures a graph in
+// global mode, any potentially unsafe call by another thread in global mode fails and invalidates the
+// capture.
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
 inline constexpr int kCaptureRelaxed = 2;
-inline constexpr int kNotCapturing = 0;  // CUstreamCaptureStatus
+inline constexpr int kNotCapturing = 0;  // a value of CUstreamCaptureStatus
 
 using DeviceNumber = int;
 using ContextHandle = struct CUctx_st*;
@@ -51,7 +53,7 @@ struct MemoryLocation {
   int id = 0;
 };
 
-// When the driver may read the source of a batched copy.
+// Says when the driver may read the source of a batched copy.
 enum class SourceOrder : int {
   kStream = 1,         // after the work that precedes the copy in the stream
   kDuringApiCall = 2,  // before the driver call returns
@@ -75,11 +77,11 @@ using BatchCopy13000 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t
                                 BatchAttributes* attributes, size_t* attribute_indices,
                                 size_t attribute_count, StreamHandle stream);
 
-// The type of cuGetProcAddress_v2, which returns the address of a driver function.
+// The type of cuGetProcAddress_v2, a function that returns the address of a driver function.
 using FindFunction = Code (*)(const char* name, void** function, int cuda_version, uint64_t flags,
                               int* status);
 
-// The driver's functions that flexkv calls. Only those with a comment may be null.
+// The driver's functions that flexkv calls. Only pointers with a comment may be null.
 struct Driver {
   int version = 0;  // in CUDA's notation: 13000 is 13.0
 
@@ -128,9 +130,9 @@ struct Driver {
   BatchCopy13000 batch_13000 = nullptr;  // null unless the driver's version is at least 13.0
 
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
-  // An error message: `what`, a colon, and the driver's description of `code`.
+  // Returns an error message: `what`, a colon, and the driver's description of `code`.
   std::string error_text(Code code, const char* what) const;
-  // error_text() of a failure; empty if `code` is kSuccess.
+  // Returns error_text() if `code` is an error, and an empty text if it is kSuccess.
   std::string failure(Code code, const char* what) const {
     return code == kSuccess ? std::string() : error_text(code, what);
   }
@@ -141,12 +143,12 @@ struct LoadedDriver {
   std::string missing;  // why the driver cannot be used; empty if it can
 };
 
-// Fills the table with functions that `find` returns, and initialises the driver.
+// Fills the table with the functions that `find` returns, and initialises the driver.
 LoadedDriver find_functions(FindFunction find);
 
-// The driver of this machine, which the first call loads and initialises. Returns null if there is none, and
-// sets `*missing` to the reason. Do not call this before the driver is needed: an initialised driver does not
-// survive a fork.
+// Returns the driver of this machine. The first call loads and initialises it. If there is no driver, returns
+// null and sets `*missing` to the reason. Do not call this function before the driver is needed: an
+// initialised driver does not survive a fork.
 const Driver* system_driver(std::string* missing = nullptr);
 
 }  // namespace flexkv::cuda

@@ -1,4 +1,4 @@
-// Classes that own a device's streams and events, and destroy them.
+// Classes that own streams and events of a device. Their destructors destroy the stream or event.
 #pragma once
 #include <memory>
 #include <string>
@@ -8,11 +8,12 @@
 
 namespace flexkv::cuda {
 
-// A stream that flexkv creates. This stream and the legacy null stream do not wait for each other.
+// A stream that flexkv creates. It does not wait for the legacy null stream, and the legacy null stream does
+// not wait for it.
 class Stream {
  public:
-  // If `urgent`, the stream's kernels get multiprocessors before those of other streams. Throws
-  // CapacityError.
+  // If `urgent` is set, the stream's kernels get multiprocessors before the kernels of other streams. Throws
+  // CapacityError if the driver fails.
   explicit Stream(std::shared_ptr<Device> device, bool urgent = false);
   ~Stream();
   Stream(const Stream&) = delete;
@@ -25,10 +26,10 @@ class Stream {
   StreamHandle handle_ = nullptr;
 };
 
-// A recorded event. A thread that waits for it sleeps instead of spinning.
+// A recorded event. A thread that waits for the event sleeps instead of spinning.
 class Event : public StreamEvent {
  public:
-  // Records the event on `stream`, whose device must be current. Throws CapacityError.
+  // Records the event on `stream`, whose device must be current. Throws CapacityError if the driver fails.
   Event(std::shared_ptr<Device> device, StreamHandle stream);
   ~Event() override;
   Event(const Event&) = delete;
@@ -39,7 +40,7 @@ class Event : public StreamEvent {
   // Whether the work enqueued before the event has ended successfully. Precondition: the device is current.
   bool ended_well() const;
   // Sleeps until the work enqueued before the event has ended. Returns an empty string if the work succeeded,
-  // otherwise how it failed. In both cases the work is no longer in progress.
+  // otherwise how it failed. In both cases, the work is no longer in progress.
   std::string wait();
 
  private:
@@ -47,9 +48,9 @@ class Event : public StreamEvent {
   EventHandle handle_ = nullptr;
 };
 
-// Records an event after all work enqueued on the engine's `stream` so far. Throws ContractError while the
-// stream is being captured into a graph, because an event that is recorded in a graph has no meaning outside
-// the graph. Throws CapacityError if the driver returns an error.
+// Records an event after all work enqueued on the inference engine's `stream` so far. Throws ContractError
+// while the stream is being captured into a CUDA graph, because an event that is recorded in a graph has no
+// meaning outside the graph. Throws CapacityError if the driver returns an error.
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
 
 }  // namespace flexkv::cuda

@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. The largest part that the copy engine copies, and the largest part of which the crew checks
-// the digests. The limit keeps waits short, because all pages of a part end together.
+// Unit: bytes. The maximum size of a part that the copy engine copies, and of a part whose digests the crew
+// checks. The limit keeps waits short, because all pages of a part end at the same time.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -29,9 +29,9 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Whether one kernel can copy several stages of all pages while a stream waits for each stage. One kernel
-// cannot do so if the pages have digests, because the bytes of later stages are checked while those of
-// earlier stages move.
+// Whether one kernel can copy several stages of all pages while a stream waits for each stage. This is not
+// possible if the pages have digests, because the bytes of later stages are checked while the bytes of
+// earlier stages are copied.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
@@ -52,8 +52,8 @@ bool ItemMove::has_short_runs_only(int32_t stage) const {
 }
 
 // Chooses the stages of the next pass, which all have the same fence. For a layerwise op, stages are added as
-// long as their layers are small or one kernel can copy them all. For any other op, all stages with this
-// fence are added.
+// long as the pass is small or one kernel can copy all of it. For any other op, all stages with this fence
+// are added.
 void ItemMove::begin_pass(int64_t layers_bytes) {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
@@ -73,8 +73,8 @@ void ItemMove::begin_pass(int64_t layers_bytes) {
     if (item_->fence_of(next) != item_->fence_of(stage_)) break;
     last_of_pass_ = next;
   }
-  // A kernel that has only one stage or little work ends at about the time at which it would count its first
-  // stage. So it need not count stages.
+  // If a kernel has only one stage or little work, it ends at about the time at which it would count its
+  // first stage. So it does not have to count stages.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
@@ -85,7 +85,7 @@ int64_t ItemMove::most_bytes(bool registered) const {
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
-// Returns the next part, with `pages` and `runs` still empty, and moves the cursor past the part.
+// Returns the next part, whose `pages` and `runs` are still empty. Then moves the cursor past this part.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
   part->registered = view_.pool().registered(item_->page(page_).slot);
@@ -95,7 +95,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   };
   part->first_stage = stage_;
   part->last_stage = last_of_pass_;
-  // A page longer than `most` is copied in ranges of its layers.
+  // A page that is larger than `most` bytes is copied in ranges of its layers.
   while (part->last_stage > stage_ && bytes_to(part->last_stage) > most) --part->last_stage;
   size_t count = 1;
   if (part->last_stage == last_of_pass_ && stage_ == first_of_pass_) {
@@ -105,8 +105,8 @@ std::shared_ptr<Part> ItemMove::cut() {
   const bool whole_pass = part->last_stage == last_of_pass_;
   for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
     if (!may_move(page_)) continue;
-    // A part has only registered or only unregistered pages: one page that the kernel cannot reach would
-    // force all others onto the copy engine.
+    // Either all pages of a part are registered or none is: because of one page that the kernel cannot
+    // access, the copy engine would have to copy all pages of the part.
     if (view_.pool().registered(item_->page(page_).slot) != part->registered) break;
     part->indices.push_back(page_);
     if (!whole_pass) break;  // the next part has more layers of this page
@@ -118,7 +118,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   return part;
 }
 
-// Moves the cursor to the next page that may still be copied, or past the pass.
+// Moves the cursor to the next page that may still be copied, or past the last page of the pass.
 void ItemMove::skip_bad_pages() {
   for (; page_ < pages_.size() && !may_move(page_); ++page_) stage_ = first_of_pass_;
   if (page_ == pages_.size()) stage_ = last_of_pass_ + 1;
@@ -169,7 +169,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   return now_ = part;
 }
 
-// Marks a page as failed with the result `why`. The page ends when none of its copies is in flight.
+// Marks a page as failed with the result `why`. The page ends when none of its copies is in flight any more.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = std::make_unique<MoveResult>(why);

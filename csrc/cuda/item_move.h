@@ -1,5 +1,5 @@
-// A work item in flight: the parts in which it is enqueued, and the result of each of its pages. Only the
-// thread of one direction uses it. This code does not call the driver.
+// A work item in flight: the parts in which it is enqueued, and the result of each of its pages. Only one
+// thread uses it: that of the item's direction. This code does not call the driver.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -20,51 +20,52 @@ struct Part {
   std::vector<size_t> indices;  // index of each page in WorkItem::positions()
   std::vector<PageEnds> pages;  // one for each of `indices`
   int32_t first_stage = 0, last_stage = 0;
-  bool last_of_stages = false;  // no later part has pages for these stages
-  bool registered = true;       // all host memory of the pages is registered with the device
+  bool last_of_stages = false;  // whether no later part has pages for these stages
+  bool registered = true;       // whether all host memory of the pages is registered with the device
   SplitRuns runs;
-  // stage_runs[i] is the number of segments of runs.by_kernel in the part's stages up to its stage i, if one
-  // kernel copies all runs and counts its stages. Otherwise the vector is empty.
+  // If one kernel copies all runs and counts its stages, stage_runs[i] is the number of segments of
+  // runs.by_kernel in the part's stages up to stage i of the part. Otherwise the vector is empty.
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // per stage; empty until the kernel is enqueued
-  std::optional<CopyLister> copies;                        // lists runs.by_engine; set with the first portion
-  // LaneDirection updates the members below, from the first portion until the part ends.
+  std::optional<CopyLister> copies;  // lists runs.by_engine; set when the first portion is enqueued
+  // LaneDirection updates the members below, from the part's first portion until the part ends.
   int portions = 0;  // number of portions in flight
   bool enqueued = false;
-  MoveResult bad;  // the result of all its pages, unless it is kOk
+  MoveResult bad;  // if not kOk, the result of all pages of the part
 };
 
 class ItemMove {
  public:
-  // `usable` has the copy paths that may copy the item's runs; copy_ways.h chooses among them.
+  // `usable` says which copy paths may copy the item's runs. The functions of copy_ways.h choose among these
+  // paths.
   ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable);
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether later stages, which were not open or had not arrived when the lane took the item, may still be
-  // added to the item. False after stop().
+  // Whether later stages may still be added to the item. These stages were not open, or their layers were not
+  // in the slots yet, when the lane took the item. False after stop().
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
-  // Returns the part that is being enqueued. If there is none, this begins the next part, whose pages then
-  // count as in flight. Returns null if no part is left. For a load with digests, the crew first checks the
-  // bytes of the part's pages in host memory. Pages with wrong bytes are refused and left out of the part.
+  // Returns the part that is being enqueued. If there is none, begins the next part, whose pages then count
+  // as in flight. Returns null if no part is left. For a load with digests, the crew first checks the bytes
+  // of the part's pages in host memory. Pages with wrong bytes are refused and left out of the part.
   // `layers_bytes` limits how many bytes one kernel copies if it copies several layers; see
   // kLayersLaunchBytes.
   const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
   // Whether part() may be enqueued now. This is false while earlier layers of a refused page are in flight.
-  // Their copies must end before the page ends, and before later layers are reported.
+  // The copies of these layers must end before the page ends, and before later layers are reported.
   bool may_enqueue() const { return !over_ && refused_in_flight_ == 0 && (now_ || has_next()); }
-  // The first stage of the current part, or of the next part if there is none.
+  // Returns the first stage of the current part or, if there is none, of the next part.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
-  // Call when the current part is completely enqueued.
+  // Must be called when the current part is completely enqueued.
   void part_is_enqueued() { now_.reset(); }
 
-  // Prevents any more of the item from being enqueued. Pages that are not completely enqueued get the result
+  // Ensures that no more of the item is enqueued. Pages that are not completely enqueued get the result
   // `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // Records that the part has ended. Finishes pages of the part that are completely copied or bad, unless
-  // another part in flight contains them.
+  // Records that the part has ended. Finishes those pages of the part that are completely copied or have
+  // failed, unless another part in flight contains them.
   void end(const Part& part);
 
   // The pages that have ended since the last call, with their results.
@@ -78,7 +79,7 @@ class ItemMove {
   struct Page {
     int32_t in_flight = 0;            // number of parts in flight with this page
     std::unique_ptr<MoveResult> bad;  // why the page failed; null if it has not failed
-    bool through = false;             // all of the item's stages have been copied
+    bool through = false;             // whether all of the item's stages of this page have been copied
     bool finished = false;
   };
 
@@ -106,10 +107,10 @@ class ItemMove {
   size_t refused_in_flight_ = 0;
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
-  // Where the next part begins: stage_ and page_. A pass copies all pages through the stages from
-  // first_of_pass_ to last_of_pass_. Before the first pass, last_of_pass_ is less than stage_.
+  // The next part begins at stage_ and page_. A pass copies the stages from first_of_pass_ to last_of_pass_
+  // of all pages. Before the first pass, last_of_pass_ is less than stage_.
   int32_t first_of_pass_, last_of_pass_;
-  bool counts_stages_ = false;  // one kernel copies the whole pass and counts its stages
+  bool counts_stages_ = false;  // whether one kernel copies the whole pass and counts its stages
   int32_t stage_;
   size_t page_ = 0;
   bool first_ = true;

@@ -13,26 +13,26 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds per byte. The bounds to which a measured pace is clamped. Before the first measurement, the
-// thread assumes kFastestPace.
+// Unit: seconds per byte. The minimum and the maximum of the pace (time per byte) that the thread assumes for
+// copies. Before the first measurement, the thread assumes kFastestPace.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
-// No unit. A portion counts as due after this share of the time that it should take.
+// No unit. A portion counts as due when this share of the time that its copy should take has passed.
 constexpr double kRestShare = 0.96;
-// Unit: seconds. The thread wakes up this long before a portion is due, because a sleep may last longer than
-// requested.
+// Unit: seconds. The thread wakes up this long before a portion is due, because the thread may sleep longer
+// than requested.
 constexpr double kEarlyS = 40e-6;
 // Unit: seconds. For this long after a portion was due, the thread polls for its end without a pause.
 constexpr double kPollS = 2e-3;
 // Unit: seconds. The pauses between polls for a portion that is late by more than kPollS, or that waits for
-// the engine's work. The long pause applies if the portion is late by 10 * kPollS or more.
+// the inference engine's work. The long pause applies if the portion is late by 10 * kPollS or more.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
-// Unit: items. While this many layerwise items wait to be enqueued, the thread takes no more. These items
-// take turns, so that the first layers of all of them arrive soon.
+// Unit: items. While this many layerwise items wait to be enqueued, the thread takes no further items.
+// Portions of these items are enqueued in turn, so that the first layers of all of them are copied soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. The maximum number of stored bytes whose digests the thread computes between two polls for the
-// copies in flight.
+// Unit: bytes. While copies are in flight, the thread also computes digests of pages that were stored: of at
+// most this many bytes between two polls for the copies.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace
@@ -61,7 +61,7 @@ void LaneDirection::end() {
 }
 
 void LaneDirection::run(WorkSource& source, int32_t lane) {
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the default of 50 us would be half of a portion's time
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // in ns; the default of 50 us would be half of a portion's time
   const QuietCurrent here(*device_);
   refused_ = here.error();
   for (;;) {
@@ -76,7 +76,7 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether another portion of an item that is not expedited may be enqueued on the queue's stream.
+// Whether the queue's stream may take one more portion of an item that is not expedited.
 bool LaneDirection::has_room(const Queue& queue) const {
   if (queue.in_flight.empty()) return true;
   const bool by_kernel = queue.in_flight.back().by_kernel;
@@ -84,8 +84,8 @@ bool LaneDirection::has_room(const Queue& queue) const {
          (by_kernel ? kLaunchesInFlight : kPortionsInFlight[static_cast<size_t>(direction_)]);
 }
 
-// Takes items until enough of them wait to be enqueued. Also extends items in flight by stages that may now
-// be copied, and stops cancelled items.
+// Takes work items until enough of them wait to be enqueued. Also adds stages that have become ready to items
+// in flight, and stops cancelled items.
 void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
   if (woken_.exchange(false)) {
     may_take_ = true;
@@ -120,17 +120,18 @@ void LaneDirection::begin_move(std::shared_ptr<WorkItem> item) {
 
 void LaneDirection::stop_cancelled(WorkSource& source) {
   for (auto at = moves_.begin(); at != moves_.end();) {
-    const std::shared_ptr<ItemMove> move = *at++;  // copied, because the item may leave the list
+    const std::shared_ptr<ItemMove> move = *at++;  // a copy, because the item may be removed from the list
     if (!move->item()->cancelled() || move->stopped()) continue;
     Queue& queue = queue_of(*move);
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
-    // Only kernels of stores are stopped, because a forward pass may wait for the copies of a load.
+    // Kernels are stopped only if they store pages: a forward pass may wait for the copies of a load.
     if (direction_ == Direction::kToHost) {
       for (Portion& portion : queue.in_flight) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
-      // This lets the engine's stream wait only for the portions in flight, not for the end of the op.
+      // With this call, the inference engine's stream waits only for the portions in flight, not for the end
+      // of the op.
       say_issued(source, *move, move->item()->stages() - 1);
     }
     finish_pages(source, *move);
@@ -184,8 +185,8 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
   }
 }
 
-// Computes when the oldest portion is due. Precondition: that portion begins to move now, because the one
-// before it has ended or its fence has just been reached.
+// Computes when the oldest portion is due. Precondition: the copy of that portion begins now, because the
+// portion before it has ended, or because its own fence has just been reached.
 void LaneDirection::set_due(Queue& queue) {
   Portion& next = queue.in_flight.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
@@ -195,7 +196,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // The start time of a portion is known only if the portion directly followed another one.
+  // The start time of a portion is known only if the portion directly followed another portion.
   const bool followed = std::exchange(queue.went_on, !queue.in_flight.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
@@ -203,7 +204,8 @@ void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   pace = seen < pace ? seen : pace + (seen - pace) / 8;
 }
 
-// Computes the digests of at most kDigestBytes of stored pages. Returns false if no page lacks its digests.
+// Computes digests of pages that were stored, for at most kDigestBytes. Returns false if there was nothing to
+// do.
 bool LaneDirection::make_digests(WorkSource& source) {
   if (undigested_.empty()) return false;
   Undigested& next = undigested_.front();
@@ -242,8 +244,8 @@ void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
   if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
 }
 
-// Enqueues one portion of an op that the engine's stream waits for, without a limit on portions in flight.
-// Returns false if there is no such op.
+// Enqueues one portion of an expedited op, for which the inference engine's stream waits. The number of
+// portions in flight is not limited. Returns false if there is no such op.
 bool LaneDirection::enqueue_expedited(WorkSource& source) {
   for (const auto& move : moves_) {
     if (!move->item()->expedited() || !move->may_enqueue()) continue;
@@ -253,9 +255,9 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
   return false;
 }
 
-// Enqueues one portion of an item. It prefers the layerwise load that is furthest behind, because each
-// forward pass waits for its next layer. If there is no layerwise load, it takes the oldest item. Returns
-// false if nothing can be enqueued.
+// Enqueues one portion of an item. Prefers layerwise loads, and among them the load that is furthest behind,
+// because each forward pass waits for its next layer. If there is no layerwise load, enqueues a portion of
+// the oldest item. Returns false if nothing can be enqueued.
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
@@ -269,8 +271,8 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   return true;
 }
 
-// Number of layerwise loads that take turns, at least 1. Each gets an equal share of a launch's limit, so
-// that the first layers of all loads arrive soon.
+// Returns the number of layerwise loads that take turns, but at least 1. Each of them gets an equal share of
+// the size limit of a launch, so that the first layers of all these loads are copied soon.
 int64_t LaneDirection::layerwise_moves() const {
   const auto count = std::count_if(moves_.begin(), moves_.end(), [](const auto& move) {
     return move->item()->layerwise() && move->may_enqueue();
@@ -286,7 +288,7 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   } catch (const std::exception& failure) {
     move->stop({Status::kFailed, failure.what(), {}, FailureCause::kTransport});
   }
-  finish_pages(source, *move);  // the pages that part() refused
+  finish_pages(source, *move);  // finishes the pages that part() refused
   if (!part || move->ended() || !move->may_enqueue()) return;
   Queue& queue = queue_of(*move);
   Portion portion;
@@ -300,8 +302,8 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
     } catch (const std::exception& failure) {
       error = failure.what();
     }
-    // Makes a mark even after a failure, because earlier work is still in flight and the pages stay pinned
-    // until it has ended.
+    // A mark is made even after a failure: copies that were enqueued before the failure may be in flight, and
+    // the pages must stay pinned until these copies have ended.
     if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
   }
   ++part->portions;
@@ -320,10 +322,10 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
 
 // Enqueues one portion of the part. If the kernel copies any of the part's runs, the first portion has all
 // runs that the kernel copies, and later portions have the other runs. Returns an empty string on success,
-// otherwise the reason.
+// otherwise an error message.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
-  // The stream first waits for the engine's stream: forward passes that were enqueued earlier must have
-  // written what a store reads, and must have read what a load overwrites.
+  // The stream first waits for the inference engine's stream. Forward passes that were enqueued earlier must
+  // have written the bytes that a store reads, and must have read the bytes that a load overwrites.
   const auto& fence = item.fence_of(part.last_stage);
   if (fence && fence != queue.waited_for) {
     const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());
@@ -368,14 +370,14 @@ void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   if (queue.in_flight.empty()) return;
   const std::string failure = queue.stream->failure();
   while (!failure.empty() && !queue.in_flight.empty()) {
-    // Portions that ended before the failure have succeeded.
+    // Portions that ended before the failure count as successful.
     const bool ended = queue.stream->reached(queue.in_flight.front().mark);
     end_portion(source, queue, ended ? std::string() : failure);
   }
 }
 
-// Returns when to poll next for the end of the oldest portion. If that is `now`, the caller polls again
-// without a pause.
+// Returns the time of the next poll for the end of the oldest portion. If the time is `now`, the caller polls
+// again without a pause.
 Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clock::time_point now) {
   Portion& oldest = queue.in_flight.front();
   const double late = std::chrono::duration<double>(now - oldest.due).count();

@@ -1,10 +1,10 @@
 // One direction of a GPU's lane: a thread that takes work items, enqueues their copies, and finishes pages
-// whose copies have ended. The copy engine gets portions of limited size, so that it serves other streams
-// between them; kPortionsInFlight of them are in flight. The kernel gets larger portions, up to the limits in
-// copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once, without these
-// limits. When a portion is due, the thread polls for its end in a loop that does not call the driver. A
-// portion that is late probably waits behind the engine's work, so the thread then polls only from time to
-// time.
+// whose copies have ended. The copy engine gets portions of limited size, so that it can serve other streams
+// between two portions; at most kPortionsInFlight portions are in flight. The kernel gets larger portions, up
+// to the limits in copy_ways.h. If the inference engine's stream waits for an op, the op is enqueued at once,
+// without these limits. When a portion is due, the thread polls for its end in a loop that does not call the
+// driver. A portion that is late probably waits behind the inference engine's work, so the thread then polls
+// only from time to time.
 #pragma once
 #include <array>
 #include <atomic>
@@ -23,12 +23,12 @@ namespace flexkv::cuda {
 
 class LaneDirection {
  public:
-  // Precondition: the device is current. Throws CapacityError.
+  // Precondition: the device is current. Throws CapacityError if the driver fails.
   LaneDirection(Direction direction, std::shared_ptr<Device> device, std::shared_ptr<Copier> copier,
                 std::shared_ptr<DigestCrew> digests);
 
-  // Runs in the direction's thread until end() is called and no work is left. If the thread cannot get the
-  // device's context, every item fails with that reason.
+  // The body of the direction's thread. It returns when end() has been called and no work is left. If the
+  // thread cannot get the device's context, every item fails with that reason.
   void run(WorkSource& source, int32_t lane);
   // Any thread may call wake() and end().
   void wake();
@@ -43,7 +43,7 @@ class LaneDirection {
     int64_t bytes = 0;
     bool by_kernel = false;
     bool stopped = false;
-    std::shared_ptr<StreamEvent> fence;  // event of the engine's stream; null once reached
+    std::shared_ptr<StreamEvent> fence;  // event of the inference engine's stream; null once it is reached
     Clock::time_point due;               // the portion is not expected to end before this time
   };
   struct Queue {
@@ -51,10 +51,10 @@ class LaneDirection {
     std::deque<Portion> in_flight;
     std::shared_ptr<StreamEvent> waited_for;
     Clock::time_point last_end;
-    bool went_on = false;  // another portion was in flight when the last one ended
+    bool went_on = false;  // whether another portion was in flight when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds per byte. How long recent portions took per byte: [0] those of the copy engine, [1] those
-    // of the kernel. 0 before the first measurement.
+    // Unit: seconds per byte. The time per byte that recent portions took: [0] portions of the copy engine,
+    // [1] portions of the kernel. 0 before the first measurement.
     std::array<double, 2> pace{};
   };
 
@@ -93,9 +93,10 @@ class LaneDirection {
   struct Undigested {
     std::shared_ptr<ItemMove> move;
     std::shared_ptr<Part> part;
-    size_t done = 0;  // how many of the part's pages have their digests
+    size_t done = 0;  // number of the part's pages whose digests are computed
   };
-  std::deque<Undigested> undigested_;  // parts of stores that are in host memory but lack digests
+  // Parts of stores whose bytes are in host memory, but whose digests are not computed yet.
+  std::deque<Undigested> undigested_;
   std::vector<Copy> copies_;
   bool may_take_ = false;
   std::mutex mutex_;
