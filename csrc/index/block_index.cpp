@@ -13,11 +13,11 @@ const PolicyKind& checked(const PolicyKind& policy) {
                     " lists; allowed are 1 to " + std::to_string(PolicyKind::kMaxLists));
 }
 
-// How many list heads a size class needs: one for leased entries, one for spare blocks, and one for each list
-// of the policy.
+// Returns how many list heads a size class needs: one for the leased entries, one for the spare blocks, and
+// one for each list of the policy.
 size_t heads_per_class(const PolicyKind& policy) { return 2 + policy.lists; }
 
-// Whether the group has its own slots, rather than those of an earlier group.
+// Whether the group has slots of its own, instead of sharing the slots of an earlier group.
 bool has_own(const std::vector<uint32_t>& shared_with, size_t group) {
   return group >= shared_with.size() || shared_with[group] == group;
 }
@@ -65,7 +65,8 @@ BlockIndex::BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKin
       map_(total_slots(group_slots, shared_with), seed),
       policy_notes_(policy.notes ? std::make_unique<HugeArray<PolicyNote>>(table_.size()) : nullptr) {
   check_groups(group_slots, shared_with);
-  classes_.reserve(group_slots.size());  // prevents reallocation: each policy refers to its class's pool
+  // Avoids reallocation, because each policy refers to its class's pool.
+  classes_.reserve(group_slots.size());
   EntryId head = 0;
   for (size_t group = 0; group < group_slots.size(); ++group) {
     if (!has_own(shared_with, group)) {

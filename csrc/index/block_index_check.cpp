@@ -1,4 +1,5 @@
-// BlockIndex::check_integrity: checks the invariants without the code that maintains them.
+// BlockIndex::check_integrity, which checks the invariants of the index. It does not use the code that
+// maintains the invariants.
 #include <string>
 
 #include "base/error.h"

@@ -1,5 +1,5 @@
-// The calls that take blocks out of BlockIndex: `evict` to free slots, `remove` for given entries, and
-// `clear` for all.
+// The calls that take blocks out of BlockIndex: `evict`, which frees slots; `remove`, which removes the given
+// entries; and `clear`, which removes all entries.
 #include <algorithm>
 #include <array>
 
@@ -10,12 +10,12 @@
 namespace flexkv {
 namespace {
 
-// Spare blocks may fill one in this many slots before they are evicted ahead of all other blocks. Source:
-// Mooncake's conversation trace, with five windows of 1,024 tokens beside full attention, and caches of 1 to
-// 5 M tokens. With a share of one in 16 the hit ratio is 1.03 to 1.12 times the ratio without spare blocks. A
-// share of one in 5 is no better. With a share of zero the hit ratio is 1.02 to 1.17 times the ratio without
-// spare blocks. But with a share of zero, a prefix that many requests have in common is hit only if
-// everything fits in the cache.
+// If spare blocks use more than one in this many slots, they are evicted before all other blocks. The value
+// was measured with Mooncake's conversation trace, a model with full attention and five windows of 1,024
+// tokens, and caches of 1 to 5 million tokens. With a share of one in 16, the hit ratio is 1.03 to 1.12 times
+// the ratio without spare blocks. A share of one in 5 is no better. With a share of zero, the hit ratio is
+// 1.02 to 1.17 times the ratio without spare blocks. But with a share of zero, a prefix that many requests
+// have in common is hit only if everything fits in the cache.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace
@@ -51,7 +51,7 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
       const EntryId victim = take_victim(owner, spares);
       if (victim == kNoEntry) break;
       if (table_[victim].pins() > 0) {
-        // A pinned entry is moved out of the policy's list here at most once per pin, so the amortised cost
+        // This line moves a pinned entry out of the policy's list at most once per pin, so the amortised cost
         // of an eviction stays O(1).
         table_.link_after(owner.leased, victim, victim);
         continue;

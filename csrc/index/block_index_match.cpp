@@ -1,5 +1,5 @@
-// The lookups of BlockIndex. They find the blocks of a chain through the chain's links. They look up all
-// other blocks in the map, in batches whose memory accesses overlap.
+// The lookups of BlockIndex. They find the blocks of a chain through the chain's links. Blocks to which no
+// link leads are looked up in the map, in batches whose memory accesses overlap.
 #include <algorithm>
 #include <array>
 
@@ -10,15 +10,15 @@
 namespace flexkv {
 namespace {
 
-// A walk along a chain follows a link only if the next entry is at most this many entries away. The cache
-// line of such an entry has probably been prefetched. A link to an entry farther away costs a full memory
-// latency, four times as much as an overlapped probe.
+// A walk along a chain follows a link only if the next entry's number differs by at most this much. The cache
+// line of such an entry has probably been prefetched. Following a link to a more distant entry costs a full
+// memory latency, four times as much as a probe that overlaps with others.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
-// How many entries ahead a walk along a chain prefetches: 16 cache lines. The CPU's own prefetcher stops at 4
-// KiB boundaries.
+// A walk along a chain prefetches this many entries ahead, which are 16 cache lines. The CPU's own prefetcher
+// stops at 4 KiB boundaries.
 constexpr EntryId kWalkAhead = 32;
 
 }  // namespace
@@ -29,8 +29,8 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
   size_t i = 0;
   while (i < keys.size()) {
     // A chain's entries usually have consecutive numbers. The loop guesses the next number instead of loading
-    // it from the link, so that the CPU can run ahead of the loads. It compares key, state and group with one
-    // branch.
+    // it from the link, so that the CPU does not have to wait for the load. Key, state and group are compared
+    // with one branch.
     for (; i < keys.size(); ++i, ++at) {
       const Entry& entry = table_[at];
       if (entry.older != at + 1) break;
@@ -61,7 +61,7 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId
   while (i < keys.size()) {
     // After the end of a chain, the loop first probes one key. If no chain starts at that key, it probes
     // batches of growing size, so that their memory accesses overlap. A batch of full size also prefetches
-    // the map's places for the next batch, so that memory accesses are always in flight.
+    // the places in the map that the next batch will read, so that memory accesses are always in flight.
     const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
     const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);

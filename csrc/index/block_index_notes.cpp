@@ -1,5 +1,5 @@
-// The calls of BlockIndex that read and write facts stored outside of the entries: which op fills a pending
-// block, when a block expires, and which blocks are spare. This file also has `count_ready`.
+// The calls of BlockIndex that read and write data which is stored outside of the entries: which op fills a
+// pending block, when a block expires, and which blocks are spare. This file also has `count_ready`.
 #include <string>
 
 #include "base/error.h"

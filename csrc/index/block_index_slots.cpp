@@ -1,6 +1,6 @@
-// The calls of BlockIndex that concern slots. They add the blocks that a tier holds from an earlier process,
-// set the listener, and lease the blocks to be evicted next. They also retire slots that are lost, and read
-// entries' slots, groups and pins.
+// The calls of BlockIndex that concern slots. They add the blocks that an earlier process left in the tier,
+// set the listener, and lease the blocks that will be evicted next. They also retire slots that are lost, and
+// read the slots, groups and pins of entries.
 #include <cstring>
 #include <string>
 #include <utility>
@@ -30,8 +30,8 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   EntryId first = kNoEntry;
   EntryId last = kNoEntry;
   size_t count = 0;
-  // Starts with the most recently used block. So the entries of a chain get ascending numbers in the order of
-  // the chain's blocks, as after a store of the chain.
+  // The loop starts with the most recently used block. So the entries of a chain get ascending numbers in the
+  // order of the chain's blocks, as when the chain is stored.
   for (size_t i = keys.size(); i > 0;) {
     --i;
     taken[i] = 0;

@@ -29,8 +29,8 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
   const size_t free = owner.pool.free();
   if (expected <= free) return;
 
-  // Pins the blocks of the request that are already in the index, so that they are not evicted to free slots
-  // for the request's other blocks.
+  // Pins those blocks of the request that are already in the index. Otherwise they could be evicted to free
+  // slots for the request's other blocks.
   std::vector<EntryId> held;
   if (unknown < keys.size()) {
     for (const EntryId id : found) {
@@ -65,7 +65,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // the hash of key k is at index k % hashes.size()
   std::vector<EntryId> known;                    // ready entries of known keys, to be marked as just used
   // The new entries form a chain right behind the head of the leased list. `after` is the entry that follows
-  // the head before the insert; after the insert it follows the chain.
+  // the head before the insert; after the insert, it follows the chain.
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
@@ -131,8 +131,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 }
 
 void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases) {
-  // Removes one pin per occurrence of an entry, then restores all of them. This detects an entry that occurs
-  // more often than it is leased.
+  // Removes one pin per occurrence of an entry, then restores all removed pins. This detects an entry that
+  // occurs more often than it is leased.
   std::string wrong;
   size_t ended = 0;
   while (ended < entries.size()) {
@@ -158,7 +158,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
                         uint32_t leases) {
   check_leases("finish", leases);
   check_finish(entries, ok, leases);
-  std::vector<EntryId> let_go;  // entries whose pin from `insert` ends without a new lease in its place
+  std::vector<EntryId> let_go;  // entries whose pin from `insert` is removed and not replaced by a lease
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = table_[entries[i]];
     const bool pending = entry.state() == EntryState::kPending;

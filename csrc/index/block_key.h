@@ -17,8 +17,9 @@ struct BlockKey {
 inline constexpr size_t kKeyBytes = 16;
 static_assert(sizeof(BlockKey) == kKeyBytes);
 
-// A mark: the last bytes of all keys of a namespace, if the caller gave the namespace a name. An index uses
-// the mark to find the namespace's blocks. Keys of other namespaces may happen to end with the same bytes.
+// A mark: the bytes at the end of each key of a namespace, if the caller gave the namespace a name. An index
+// uses the mark to find the namespace's blocks. By chance, keys of other namespaces may end with the same
+// bytes.
 inline constexpr size_t kMarkBytes = 2;
 using KeyMark = std::array<uint8_t, kMarkBytes>;
 
@@ -27,7 +28,7 @@ inline bool has_mark(const BlockKey& key, const KeyMark& mark) {
                      kMarkBytes) == 0;
 }
 
-// Reads a key from memory of any alignment.
+// Reads a key from an address of any alignment.
 inline BlockKey load_key(const void* from) {
   BlockKey key;
   std::memcpy(&key, from, kKeyBytes);

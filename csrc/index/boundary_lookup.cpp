@@ -38,8 +38,8 @@ uint64_t BoundaryLookup::longest(std::span<const std::span<const BlockKey>> keys
     for (const GroupRule& rule : rules_) pages += rule.most_pages(start, tokens);
     return pages;
   };
-  // The number of pages that a hit can need never decreases with its length, so bisection finds the longest
-  // hit within `room_pages`.
+  // A longer hit never needs fewer pages, so bisection finds the longest hit that needs at most `room_pages`
+  // pages.
   uint64_t fits = start / alignment_;
   uint64_t end = offered / alignment_ + 1;
   while (end - fits > 1) {

@@ -8,14 +8,14 @@
 namespace flexkv {
 namespace {
 
-// How many pages a search probes at once, so that their memory accesses overlap. The first batch is small, so
-// that a miss at the first page costs little. While all pages are found, the batch size doubles, up to
-// kBatch.
+// How many pages a search probes at once. Their memory accesses overlap. The first batch is small, so that a
+// miss at the first page costs little. While all pages are found, the batch size doubles, up to kBatch.
 constexpr size_t kFirstBatch = 16;
 constexpr size_t kBatch = 64;
 
-// A byte says where a page is. It is kUnknown before the page was probed, and kAbsent if no tier has the
-// page. Otherwise it is 2 x (tier + 1), plus 1 if an op is filling the page.
+// One byte per page says where the page is. Its value is kUnknown if the page has not been probed, and
+// kAbsent if no tier has the page. Otherwise the value is 2 x (tier + 1), plus 1 if an op is filling the
+// page.
 constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);
@@ -123,7 +123,7 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     const size_t end = page_of(group, limit);
     if (first == end) return limit;
     // The search at the previous limit found pages [there_from, there_to). If the pages that the current
-    // limit needs end outside of that range, the search starts over at their end.
+    // limit needs end outside of that range, the search starts again at the end of these pages.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
     if (!pages.walked) walk_run(group, first, end);
@@ -138,7 +138,8 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
       pages.there_from = page;
     }
     if (pages.there_from <= first) return limit;
-    // Every hit that is longer than the new limit, and at most as long as the old one, needs the absent page.
+    // Every hit that is longer than the new limit, and at most as long as the old limit, needs the absent
+    // page.
     limit = aligned(start_ + (pages.there_from - 1) * rule.block_tokens);
   }
   return start_;
@@ -178,7 +179,7 @@ void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step,
     for (size_t k = 0; k < left; ++k) {
       const size_t page = wanted[k];
       const Presence presence = tiers_.index_of(tier).presence(found[k], terms_.now_s);
-      // A page that is being stored counts as absent: it may never be published, and a fetch cannot fill it
+      // A page that is being stored counts as absent: it may never be published, and it cannot be fetched
       // while the store runs.
       if (tier == 0 && presence == Presence::kStoring) continue;
       const bool coming = tier == 0 && presence == Presence::kFilling && terms_.coming;
@@ -210,8 +211,8 @@ void BoundarySearch::lease(size_t group, FoundLengths& found) {
   into.slots = std::make_unique_for_overwrite<int32_t[]>(end - into.first);
   std::fill_n(into.entries.get(), end - into.first, kNoEntry);
   std::fill_n(into.slots.get(), end - into.first, -1);
-  // Starts with the shortest length, and leases each page once. Reserves memory for the runs first, because
-  // an exception between a lease and its record would leak the lease.
+  // The loop starts with the shortest length, and leases each page once. It reserves memory for the runs
+  // before it leases pages, because an exception between a lease and its record would leak the lease.
   into.pages = into.first;
   for (auto length = found.lengths.rbegin(); length != found.lengths.rend(); ++length) {
     const size_t from = std::max(into.pages, rule.first_page(start_, *length) - had);

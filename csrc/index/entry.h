@@ -10,21 +10,21 @@ using EntryId = uint32_t;
 inline constexpr EntryId kNoEntry = UINT32_MAX;
 
 enum class EntryState : uint32_t {
-  kFree = 0,     // the entry is on the free list, was never used, or is a list head
+  kFree = 0,     // the block's slot is being written: lookups miss the block, and no further op stores it
   kPending = 1,  // the block's slot is being written: lookups miss the block, and no other op stores it
-  kReady = 2,    // lookups may hit the block
+  kReady = 2,    // the entry is not in the map any more, but is leased, so its slot is not free yet
   kRemoved = 3,  // the entry is no longer in the map, but still leased, so its slot is not free yet
 };
 
-// An entry has 32 bytes, so a cache line holds two. The blocks of a request that are stored or used together
-// form a chain: `older` links each block's entry to that of the next block. Usually the entries of a chain
-// also have consecutive numbers, so that a lookup reads them sequentially.
+// An entry is 32 bytes, so two entries fit in a cache line. The blocks of a request that are stored or used
+// together form a chain: `older` links each block's entry to the entry of the next block. Usually the entries
+// of a chain also have consecutive numbers, so that a lookup reads them sequentially.
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
-  EntryId newer;  // the neighbour in the entry's list that is evicted after the entry
-  EntryId older;  // the neighbour that is evicted before the entry; in a chain, the next block
-  uint32_t meta;  // state, group and pins in one word, so that walks compare state and group in one step
+  EntryId newer;  // the neighbour in the entry's list that is evicted after this entry
+  EntryId older;  // the neighbour that is evicted before this entry; in a chain, the next block
+  uint32_t meta;  // state, group and pins in one word, so that state and group can be compared in one step
 
   static constexpr uint32_t kPinBits = 24;
   static constexpr uint32_t kGroupBits = 6;

@@ -1,6 +1,6 @@
-// All entries of a block index, in circular doubly linked lists. An entry in use is in exactly one list. The
-// caller can unlink it without knowing which list that is. The list heads have the first ids, and the entries
-// follow.
+// All entries of a block index, in circular doubly linked lists. An entry in use is in exactly one list, and
+// can be unlinked without knowing which list that is. The list heads have the lowest ids; the ids of the
+// entries follow.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -13,7 +13,7 @@ namespace flexkv {
 
 class EntryTable {
  public:
-  // Makes `lists` empty lists and `entries` free entries. Throws CapacityError if there are too many.
+  // Makes `lists` empty lists and `entries` free entries. Throws CapacityError if the total is too large.
   EntryTable(size_t lists, size_t entries) : entries_(checked(lists + entries)), heads_(lists) {
     for (EntryId head = 0; head < lists; ++head) entries_[head].newer = entries_[head].older = head;
     unused_from_ = static_cast<EntryId>(lists);
@@ -23,19 +23,19 @@ class EntryTable {
   const Entry& operator[](EntryId id) const { return entries_[id]; }
   void prefetch(EntryId id) const { entries_.prefetch(id); }
 
-  // The number of list heads plus the number of entries. Every id is smaller than this.
+  // The number of list heads plus the number of entries. Every id is smaller than this number.
   size_t size() const { return entries_.size(); }
   // The id of the first entry. Smaller ids are list heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
-  // Entries whose ids are equal to or greater than this were never in use.
+  // Entries whose ids are equal to or greater than this id were never in use.
   EntryId end() const { return unused_from_; }
   size_t free() const { return free_count_ + (entries_.size() - unused_from_); }
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // Returns an unlinked entry, or kNoEntry if all are in use. Prefers the entry that was released last. The
-  // reason: a chain is evicted from its end, so its entries are reused in ascending order, and the next chain
-  // is contiguous in memory.
+  // Returns an unlinked entry, or kNoEntry if all are in use. Prefers the entry that was released last. A
+  // chain is evicted from its end, so its entries are then reused in ascending order, and the next chain is
+  // contiguous in memory.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;

@@ -9,11 +9,11 @@ namespace flexkv {
 namespace {
 
 // Keeps two lists in the order of use: one of blocks that were hit, the other of blocks that were never hit.
-// The bonus is the same for every block that was hit. So the next victim is the oldest block of one of the
-// two lists, and one comparison decides between them.
+// The bonus is the same for every block that was hit. So the next block to evict is the oldest block of one
+// of the two lists, and one comparison decides which.
 //
-// Time is counted in uses: each block stored or hit advances the time by one. Reordering blocks does not
-// advance it.
+// Time is counted in uses: each block stored or hit advances the time by one. Changing the order of blocks
+// does not advance the time.
 class BonusLruPolicy final : public EvictionPolicy {
  public:
   explicit BonusLruPolicy(const PolicyRoom& room)
@@ -23,8 +23,8 @@ class BonusLruPolicy final : public EvictionPolicy {
         heads_{room.first_head, room.first_head + 1} {}
 
   void admit(EntryId first, EntryId last, const Use& use) override {
-    // Goes from the last block to the first. Consecutive blocks that go to the same list are linked together,
-    // so that they stay a chain.
+    // The loop goes from the last block to the first. Consecutive blocks that go to the same list are linked
+    // together, so that they stay a chain.
     EntryId run_last = last;
     for (EntryId at = last;;) {
       const bool hit = admit_one(at, use);

@@ -1,8 +1,8 @@
 // The contract between a block index and its eviction policies, which choose the block to evict when a slot
 // is needed. This folder has one pair of files per policy. One policy object serves one size class of one
 // tier: a KV group, or several groups that share slots. The index calls the policy when a block's last lease
-// ends and when a slot is needed, but never during a lookup. Spare blocks are not in the policy's lists until
-// a request hits them or they are stored again as ordinary blocks.
+// ends, and when a slot is needed, but never during a lookup. Spare blocks are not in the policy's lists
+// until a request hits them or they are stored again as ordinary blocks.
 //
 // docs/contributing/add-an-eviction-policy.md says how to add a policy.
 #pragma once
@@ -20,18 +20,19 @@
 namespace flexkv {
 
 // A policy's note about one block. Its meaning is private to the policy. The note is 0 until the policy first
-// writes it, because the index resets it when an entry gets a new block.
+// writes it, because the index sets it to 0 when an entry gets a new block.
 using PolicyNote = uint64_t;
 
-// The parts of the index that a policy uses. They outlive the policy.
+// The parts of the index that a policy uses. These parts outlive the policy.
 struct PolicyRoom {
   EntryTable& table;
-  EntryId first_head;  // head of the policy's first list; the heads of its other lists have the next ids
+  EntryId first_head;  // head of the policy's first list; the next ids are the heads of its other lists
   // The policy's notes, indexed by entry; null if PolicyKind::notes is false. The notes are stored outside of
-  // the entries, so that lookups do not load them into the cache. All size classes of an index share the
+  // the entries, so that lookups do not load them into the cache. All size classes of an index share this
   // array.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // the slots of the policy's size class; `usable()` is how many blocks it can hold
+  // The slots of the policy's size class; `usable()` is the number of blocks that the class can hold.
+  const SlotPool& pool;
 };
 
 // Says whether a request used the blocks that the index passes to EvictionPolicy::admit.
