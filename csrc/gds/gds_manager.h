@@ -44,7 +44,7 @@ struct GdsOptions {
 struct GdsTotals {
   int64_t transfers = 0;
   int64_t pages = 0;
-  // Number of pages whose bytes passed through no staging slot. (Their digests may have passed through one.).
+  // Number of pages whose bytes passed through no staging slot. (Their digests may have passed through one.)
   int64_t straight_pages = 0;
   int64_t failed_pages = 0;
   int64_t io_calls = 0;

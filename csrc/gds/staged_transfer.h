@@ -38,8 +38,8 @@ enum class StagedFailure : int32_t {
   kIo,       // the disk refused a call or did not answer
   kShort,    // a call moved fewer bytes than requested
   kGate,     // the gate refused the page
-  kDevice,   // memory, a transform, the GPU or its driver failed, not the disk
-  kDigest,   // the memory, a transform, the GPU or its driver failed, but not the disk
+  kDevice,   // the memory, a transform, the GPU or its driver failed, but not the disk
+  kDigest,   // the page's bytes do not match its digests
 };
 
 struct PageFailure {

@@ -30,11 +30,10 @@ namespace flexkv {
 // The state of a block in an index at a given time.
 enum class Presence : uint8_t {
   kAbsent,   // the index has no entry for the block
-  kReady,    // pending; the entry records the op that fills the block, so other requests may wait for that op
-  kFilling,  // pending; the entry records the op that fills it, so other requests may wait for that op
+  kReady,    // a lookup may hit the block
+  kFilling,  // pending; the entry records the op that fills the block, so other requests may wait for that op
   // Pending, and no op is recorded: the block may never become ready, so no request may wait for it.
   kStoring,
-  // it
   kExpired,  // ready but expired: lookups count the block as a miss, and the tier's owner has to remove it
 };
 

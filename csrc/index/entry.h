@@ -10,10 +10,10 @@ using EntryId = uint32_t;
 inline constexpr EntryId kNoEntry = UINT32_MAX;
 
 enum class EntryState : uint32_t {
-  kFree = 0,     // the block's slot is being written: lookups miss the block, and no further op stores it
-  kPending = 1,  // the block's slot is being written: lookups miss the block, and no other op stores it
-  kReady = 2,    // the entry is not in the map any more, but is leased, so its slot is not free yet
-  kRemoved = 3,  // the entry is no longer in the map, but still leased, so its slot is not free yet
+  kFree = 0,     // the entry is on the free list, was never used, or is a list head
+  kPending = 1,  // the block's slot is being written: lookups miss the block, and no further op stores it
+  kReady = 2,    // lookups may hit the block
+  kRemoved = 3,  // the entry is not in the map any more, but is leased, so its slot is not free yet
 };
 
 // An entry is 32 bytes, so two entries fit in a cache line. The blocks of a request that are stored or used

@@ -1,5 +1,5 @@
 // The result types of a lookup over all tiers. They list the pages that the lookup found and leased for a
-// request: for each KV group the pages that a hit needs, and for each page the tier that has it.
+// request: for each KV group, the pages that a hit needs, and for each page, the tier that has the page.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -22,26 +22,29 @@ enum class FoundState : int32_t {
 struct FoundRun {
   int32_t tier;
   FoundState state;
-  int32_t first;  // number of the run's first page; the group's first page after the start of the lookup is
-                  // page 0
+  // Number of the run's first page. Page 0 is the group's first page after the token at which the lookup
+  // starts.
+  int32_t first;
   int32_t count;  // number of pages
 
   int32_t end() const { return first + count; }
 };
 
-// The pages of one group that a lookup found. After the lookup has returned, the arrays stay at the same
-// addresses.
+// The pages of one group that a lookup found. After the lookup has returned, the addresses of the arrays do
+// not change.
 struct FoundGroup {
-  std::unique_ptr<EntryId[]> entries;  // one per page from `first` on; kNoEntry if the page is not needed
-  std::unique_ptr<int32_t[]> slots;    // one per page from `first` on; -1 if the page is not needed
-  size_t first = 0;                    // number of the first page in the arrays
-  size_t pages = 0;                    // number of the last page plus one; includes the pages before `first`
-  std::vector<FoundRun> runs;          // the needed pages, ascending
+  // One per page, beginning with page `first`; kNoEntry if the page is not needed.
+  std::unique_ptr<EntryId[]> entries;
+  // One per page, beginning with page `first`; -1 if the page is not needed.
+  std::unique_ptr<int32_t[]> slots;
+  size_t first = 0;            // number of the first page in the arrays
+  size_t pages = 0;            // number of the last page plus one; includes the pages before `first`
+  std::vector<FoundRun> runs;  // the needed pages, in ascending order
 
   std::span<const EntryId> entries_of(const FoundRun& run) const {
     return {entries.get() + (static_cast<size_t>(run.first) - first), static_cast<size_t>(run.count)};
   }
-  // The length of the first run if its pages are ready in host memory; otherwise 0.
+  // Returns the length of the first run if its pages are ready in host memory; otherwise 0.
   size_t ready_pages() const {
     const bool any = !runs.empty() && runs[0].tier == 0 && runs[0].state == FoundState::kReady;
     return any ? static_cast<size_t>(runs[0].count) : 0;
@@ -67,13 +70,14 @@ enum class FoundLease : uint8_t {
 
 // The pages that a lookup found. If the object is destroyed while `lease` is kHeld, the pages stay leased.
 struct FoundPages {
-  uint64_t lookup = 0;  // number of the TierLookup that found the pages; only that TierLookup can release
-                        // them
+  // Number of the TierLookup that found the pages. Only that TierLookup can release them.
+  uint64_t lookup = 0;
   FoundLease lease = FoundLease::kHeld;
-  // Whether the limit on pages, LookupTerms::room_pages, ended the prefix or the longest hit.
+  // Whether the limit on pages, LookupTerms::room_pages, ended the prefix, or limited the longest hit.
   bool cut = false;
-  std::vector<FoundGroup> groups;    // one per KV group
-  std::vector<ExpiredPage> expired;  // expired pages that the lookup found, ascending, each once
+  std::vector<FoundGroup> groups;  // one per KV group
+  // Expired pages that the lookup found, in ascending order, each listed once.
+  std::vector<ExpiredPage> expired;
 
   // Throws ContractError if the lease is not kHeld. `call`: the caller's name, for the error message.
   void check_held(const char* call) const {
@@ -102,17 +106,19 @@ struct FoundPages {
 // A prefix of complete blocks that TierLookup::look found.
 struct Found : FoundPages {
   size_t blocks = 0;        // length of the prefix in blocks, the same in every group
-  size_t ready_blocks = 0;  // how many leading blocks are ready in host memory in every group
+  size_t ready_blocks = 0;  // number of leading blocks that are ready in host memory in every group
 };
 
-// Hit lengths that every group can restore by its own rule. BoundaryLookup::look finds them.
+// Hit lengths for which every group has the pages that its own rule requires. BoundaryLookup::look finds
+// them.
 struct FoundLengths : FoundPages {
-  uint64_t start = 0;             // number of tokens that the engine already has
-  std::vector<uint64_t> lengths;  // hit lengths in tokens, the longest first; all pages they need are leased
-  bool ready = false;             // whether all leased pages are ready in host memory
+  uint64_t start = 0;  // number of tokens that the inference engine already has
+  // Hit lengths in tokens, the longest first. All pages that these hits need are leased.
+  std::vector<uint64_t> lengths;
+  bool ready = false;  // whether all leased pages are ready in host memory
   // The number of tokens for which the groups with full attention have all pages; `start` if there is no such
-  // group. Some earlier request had the same first `shared` tokens, even if another group lacks a page that a
-  // hit of this length would need.
+  // group. So an earlier request had the same first `shared` tokens, even if some other group lacks a page
+  // that a hit of this length would need.
   uint64_t shared = 0;
 };
 

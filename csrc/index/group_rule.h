@@ -14,8 +14,9 @@ namespace flexkv {
 enum class RuleKind : uint8_t {
   kFull = 0,    // full attention: a hit needs every page of the prefix
   kWindow = 1,  // sliding window: a hit needs the last `reach` pages before its end
-  kChunk = 2,   // chunked attention: a hit needs its pages that are in the same chunk as the next token
-  kState = 3,   // recurrent state: a hit needs the one page that ends where the hit ends
+  // Chunked attention: a hit needs those of its pages that are in the same chunk as the next token.
+  kChunk = 2,
+  kState = 3,  // recurrent state: a hit needs the one page that ends where the hit ends
 };
 
 struct RuleName {
@@ -30,10 +31,10 @@ inline constexpr std::array kRuleKinds{
 struct GroupRule {
   RuleKind kind = RuleKind::kFull;
   uint32_t block_tokens = 1;  // tokens per block
-  uint32_t reach = 0;         // length of a window in pages, or of a chunk in tokens; 0 for other kinds
+  uint32_t reach = 0;  // length of a window in pages, or length of a chunk in tokens; 0 for other kinds
 
-  // Throws ConfigError if `block_tokens` is 0, or if `reach` is 0 for a window or chunk, or not 0 for another
-  // kind.
+  // Throws ConfigError if `block_tokens` is 0, if `reach` is 0 for a window or a chunk, or if `reach` is not
+  // 0 for another kind.
   void check() const {
     const bool reaches = kind == RuleKind::kWindow || kind == RuleKind::kChunk;
     if (block_tokens > 0 && reaches == (reach > 0)) return;
@@ -42,9 +43,9 @@ struct GroupRule {
                       "; allowed are blocks of 1 token or more, and a reach for windows and chunks alone");
   }
 
-  // Returns the number of the first page that a hit of `tokens` needs if the engine already has `start`
-  // tokens. For kState, a hit longer than `start` does not use the state at `start`: it needs the state at
-  // its own end.
+  // Returns the number of the first page that a hit of `tokens` tokens needs if the inference engine already
+  // has `start` tokens. For kState, a hit longer than `start` does not use the state at `start`: it needs the
+  // state at its own end.
   size_t first_page(size_t start, size_t tokens) const {
     const size_t had = start / block_tokens;
     const size_t end = tokens / block_tokens;
@@ -61,8 +62,8 @@ struct GroupRule {
     return had;
   }
 
-  // Returns the maximum number of pages that a hit of up to `tokens` tokens can need. The result never
-  // decreases when `tokens` grows.
+  // Returns the maximum number of pages that a hit of up to `tokens` tokens can need. A greater value of
+  // `tokens` never gives a smaller result.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

@@ -1,6 +1,6 @@
 // A zeroed array of fixed size in its own memory mapping. It asks the kernel for huge pages, because random
-// accesses to tens of MiB in 4 KiB memory pages miss the TLB as often as the cache. Memory pages that are
-// never touched cost no memory.
+// accesses to tens of MiB in 4 KiB memory pages cause as many TLB misses as cache misses. Memory pages that
+// are never accessed take no memory.
 #pragma once
 #include <sys/mman.h>
 
@@ -30,8 +30,8 @@ class HugeArray {
     mapping_ = static_cast<char*>(got);
     const auto at = reinterpret_cast<uintptr_t>(mapping_);
     data_ = reinterpret_cast<T*>((at + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
-    // A small array would waste most of a huge page. If the kernel refuses the advice, the array works, but
-    // more slowly.
+    // A small array does not get a huge page, because it would waste most of it. If the kernel refuses the
+    // advice, the array works, but more slowly.
     if (size * sizeof(T) >= kHugePageBytes) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
   }
   ~HugeArray() { ::munmap(mapping_, mapped_bytes_ + kHugePageBytes); }

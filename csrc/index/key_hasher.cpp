@@ -36,8 +36,8 @@ Sha256 prefix(std::string_view label, const Sha256Digest& namespace_digest, uint
   return hash;
 }
 
-// Writes the last 64-byte block of the two-block message whose hash is the key. This block has the u32
-// length, the engine key and the SHA-256 padding.
+// Writes the last 64-byte block of the message whose hash is the key. (The message has two such blocks.) This
+// block consists of the length as u32, the engine key and the SHA-256 padding.
 void write_last_block(std::span<const uint8_t> engine_key, uint8_t* block) {
   std::fill_n(block, kSha256BlockBytes, uint8_t{0});
   store_le32(static_cast<uint32_t>(engine_key.size()), block);

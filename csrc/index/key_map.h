@@ -1,10 +1,11 @@
 // A flat hash map from keys to entries: open addressing with linear probing, in an array of 8-byte places.
-// The array is never more than a quarter full. So most probes end at the first or second place, and the CPU
-// predicts their branches well.
+// The array is never more than a quarter full. So most probes end at the first or the second place, and the
+// CPU predicts the branches of probes well.
 //
 // A place is one element of the array. It holds 32 bits of the key's hash and the entry's number. The top
 // bits of the hash give the key's home, the place at which a probe starts. So a probe that misses reads no
-// entry. A removal reads no entry either: it moves the following places back and leaves no tombstones.
+// entry. A removal reads no entry, either: it moves the contents of the following places back, and leaves no
+// tombstones.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -37,15 +38,15 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
-  // Prefetches the places that `erase` reads: the home of the hash, and the place after it. In one case of
-  // eight, the place after the home is in the next cache line.
+  // Prefetches the places that `erase` reads: the home of the hash, and the place after it. In one of eight
+  // cases, the place after the home is in the next cache line.
   void prefetch_erase(uint32_t hash) const {
     places_.prefetch(home(hash));
     places_.prefetch((home(hash) + 1) & mask_);
   }
 
   // Returns the first entry with this hash, or kNoEntry. Does not read the entry itself, so that the caller
-  // can prefetch it first.
+  // can prefetch the entry before reading it.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
   }
@@ -60,8 +61,8 @@ class KeyMap {
     }
   }
 
-  // Like `find`. If there is no such entry, sets `place` to the place for a new entry with this hash, which
-  // `put` takes. That place is valid until the map changes.
+  // Does what `find` does. If there is no such entry, also sets `place` to the place for a new entry with
+  // this hash, for a call of `put`. That place is valid until the map changes.
   template <class Same>
   EntryId find_or_place(uint32_t hash, Same same, size_t& place) const {
     for (place = home(hash);; place = (place + 1) & mask_) {
@@ -78,7 +79,7 @@ class KeyMap {
     ++size_;
   }
 
-  // Removes an entry. Returns false if the map does not contain it.
+  // Removes an entry. Returns false if the entry is not in the map.
   bool erase(uint32_t hash, EntryId entry) {
     size_t hole = home(hash);
     while (places_[hole] != kEmpty && (hash_of(places_[hole]) != hash || entry_of(places_[hole]) != entry)) {
@@ -115,9 +116,9 @@ class KeyMap {
   static constexpr uint64_t kEmpty = 0;
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
-  // The minimum number of places per entry; the total number of places is rounded up to a power of two.
-  // Source: a measurement of inserts and evictions with 2 and with 4 places per entry, with 1M blocks in the
-  // cache.
+  // The minimum number of places per entry; the total number of places is rounded up to a power of two. The
+  // value was chosen by measuring inserts and evictions with 2 and with 4 places per entry, and with 1M
+  // blocks in the cache.
   static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {

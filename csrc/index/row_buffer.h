@@ -1,4 +1,4 @@
-// An array of rows of equal length. Rows are only appended or removed at the end. Readers share its memory:
+// An array of rows of equal length. Rows are appended and removed only at the end. Readers share the memory:
 // while a reader holds `storage`, the rows that it saw stay valid and unchanged.
 #pragma once
 #include <algorithm>
@@ -25,8 +25,8 @@ class RowBuffer {
 
   void commit(size_t count) { rows_ += count; }
 
-  // Keeps only the first `rows` rows. Copies them to new storage, so that rows appended later do not
-  // overwrite rows that readers still see.
+  // Keeps only the first `rows` rows. Copies them to new storage, so that rows which are appended later do
+  // not overwrite rows that readers still use.
   void truncate(size_t rows) {
     if (rows >= rows_) return;
     rows_ = rows;

@@ -26,8 +26,8 @@ void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t block
     for (int t = 0; t < 16; ++t) w[t] = load_be32(data + 4 * t);
     uint32_t v[8];
     std::copy(state, state + 8, v);
-    // Unrolling makes every index a constant, so that the rotation of the eight words between rounds needs no
-    // moves.
+    // In the unrolled loop, every index is a constant. So the eight words do not have to be moved when their
+    // roles change from round to round.
 #pragma GCC unroll 64
     for (int t = 0; t < 64; ++t) {
       if (t >= 16) {

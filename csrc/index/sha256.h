@@ -27,24 +27,24 @@ using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block,
 Sha256Compress sha256_native_compress();
 Sha256CompressPair sha256_native_compress_pair();
 
-// The next two functions return the version with SHA instructions if the CPU has them, otherwise the portable
-// version. They choose once per process.
+// The next two functions return the version that uses SHA instructions if the CPU has these instructions,
+// otherwise the portable version. The choice is made once per process.
 Sha256Compress sha256_compress();
 Sha256CompressPair sha256_compress_pair();
 
-// A hash in progress. A caller can copy it, so that a prefix that many messages have in common is hashed only
-// once.
+// A hash in progress. The object can be copied: if many messages begin with the same bytes, these bytes have
+// to be hashed only once.
 class Sha256 {
  public:
   explicit Sha256(Sha256Compress compress = sha256_compress()) : compress_(compress) {}
 
   void update(const void* data, size_t bytes);
 
-  // Returns the digest of all bytes given. The object must not be used afterwards.
+  // Returns the digest of all bytes that were passed to this object. The object must not be used afterwards.
   Sha256Digest finish();
 
-  // The state after all complete 64-byte blocks so far. The state covers all bytes given only if their number
-  // is a multiple of 64.
+  // The state after all complete 64-byte blocks so far. It includes all bytes that were passed only if their
+  // number is a multiple of 64.
   const Sha256State& state() const { return state_; }
 
  private:

@@ -12,8 +12,8 @@ namespace {
 #define FLEXKV_SHA_NI __attribute__((target("sha,sse4.1,ssse3")))
 #define FLEXKV_SHA_NI_INLINE FLEXKV_SHA_NI __attribute__((always_inline)) inline
 
-// The state of one hash. The SHA instructions expect its eight words as (a,b,e,f) and (c,d,g,h); each
-// sha256rnds2 does two rounds.
+// The state of one hash. The SHA instructions expect its eight words as (a,b,e,f) and (c,d,g,h). Each
+// sha256rnds2 instruction computes two rounds.
 struct Lane {
   __m128i abef;
   __m128i cdgh;
@@ -42,7 +42,7 @@ FLEXKV_SHA_NI_INLINE void load_block(Lane& lane, const uint8_t* data) {
   }
 }
 
-// Does rounds 4i to 4i + 3, and computes the schedule words that later rounds need.
+// Computes rounds 4i to 4i + 3, and the schedule words that later rounds need.
 FLEXKV_SHA_NI_INLINE void four_rounds(Lane& lane, int i) {
   __m128i* const w = lane.w;
   const auto* constants = reinterpret_cast<const __m128i*>(kSha256RoundConstants);
@@ -74,7 +74,7 @@ FLEXKV_SHA_NI void compress_sha_ni(uint32_t* state, const uint8_t* data, size_t 
 }
 
 // Compresses one block of each of two messages. The rounds of one hash depend on each other, but the CPU can
-// overlap the rounds of one hash with those of the other.
+// overlap the rounds of one hash with the rounds of the other hash.
 FLEXKV_SHA_NI void compress_pair_sha_ni(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                         const uint8_t* second_block) {
   const Lane first_before = lane_of(first);

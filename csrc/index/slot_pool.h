@@ -1,6 +1,6 @@
 // The free slots of one size class in one tier. A slot is *up* when its memory or file can be used. The pool
-// grows as more memory or files become ready. `retire` takes slots out permanently after their memory or file
-// was lost.
+// grows as more memory or files become ready. `retire` permanently takes slots out of use after their memory
+// or file was lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +28,7 @@ class SlotPool {
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }
-  // How many slots can hold blocks: those that are up and not retired.
+  // Returns the number of slots that can hold blocks: those that are up and not retired.
   uint32_t usable() const { return up_ - retired_up_; }
   size_t free() const { return freed_.size() + (up_ - unused_from_) - retired_unused_; }
 
@@ -42,8 +42,8 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // Takes a free slot out of the pool and returns it: the slot that was freed last or, if there is none, the
-  // lowest slot that was never used. Returns nullopt if no slot is free.
+  // Takes a free slot out of the pool and returns it: the slot that was freed last or, if no freed slot is
+  // left, the lowest slot that was never used. Returns nullopt if no slot is free.
   std::optional<uint32_t> take() {
     if (!freed_.empty()) {
       const uint32_t slot = freed_.back();
@@ -63,8 +63,8 @@ class SlotPool {
     if (!is_retired(slot)) freed_.push_back(slot);
   }
 
-  // Takes the slots marked in `used` out of the pool. Throws ContractError if a slot was taken before this
-  // call, or if `used` does not have exactly one flag for each slot that is up.
+  // Takes the slots that are marked in `used` out of the pool of free slots. Throws ContractError if a slot
+  // was taken before this call, or if `used` does not have exactly one flag for each slot that is up.
   void adopt(const std::vector<uint8_t>& used) {
     if (unused_from_ != 0 || used.size() != up_) {
       throw ContractError(
@@ -72,15 +72,15 @@ class SlotPool {
     }
     unused_from_ = up_;
     while (unused_from_ > 0 && !used[unused_from_ - 1]) --unused_from_;
-    // Frees the slots in descending order, so that `take` returns the lowest one first.
+    // The slots are freed in descending order, so that `take` returns the lowest slot first.
     for (uint32_t slot = unused_from_; slot > 0; --slot) {
       if (!used[slot - 1]) give_back(slot - 1);
     }
     if (!retired_.empty()) count_retired();
   }
 
-  // Permanently takes the slots marked in `gone` out of use. A slot that holds a block stays in use until
-  // that block is freed. Throws ContractError if `gone` does not have exactly max_slots() flags.
+  // Permanently takes the slots that are marked in `gone` out of use. If a slot holds a block, the slot stays
+  // in use until that block is freed. Throws ContractError if `gone` does not have exactly max_slots() flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
       throw ContractError("retire: " + std::to_string(gone.size()) +
@@ -94,8 +94,8 @@ class SlotPool {
 
   bool is_retired(uint32_t slot) const { return !retired_.empty() && retired_[slot] != 0; }
 
-  // For integrity checks. `freed` returns the free slots that were in use at some time. Slots from
-  // `unused_from` on were never taken.
+  // The next two functions are for integrity checks. `freed` returns the free slots that were in use at some
+  // time. `unused_from` returns the first slot such that it and all higher slots were never taken.
   const std::vector<uint32_t>& freed() const { return freed_; }
   uint32_t unused_from() const { return unused_from_; }
 
@@ -114,7 +114,7 @@ class SlotPool {
   uint32_t retired_up_ = 0;      // number of retired slots that are up
   uint32_t retired_unused_ = 0;  // number of retired slots that are up and were never used
   std::vector<uint32_t> freed_;
-  std::vector<uint8_t> retired_;  // one flag per slot; empty while none is retired
+  std::vector<uint8_t> retired_;  // one flag per slot; empty while no slot is retired
 };
 
 }  // namespace flexkv

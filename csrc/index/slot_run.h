@@ -1,4 +1,5 @@
-// Detects consecutive slots: their data is contiguous and can be copied as one piece.
+// Detects slots with consecutive numbers. The data in such slots is contiguous and can be copied as one
+// piece.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +10,7 @@ namespace flexkv {
 // Whether `slots` is not empty, and each slot number is 1 greater than the number before it.
 inline bool in_a_row(std::span<const int32_t> slots) {
   if (slots.empty()) return false;
-  // The loop body has no branch, so that the compiler can turn it into a few vector instructions per 16
+  // The loop body has no branch, so that the compiler can translate it into a few vector instructions per 16
   // slots.
   const auto first = static_cast<uint32_t>(slots.front());
   uint32_t differs = 0;

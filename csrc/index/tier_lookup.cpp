@@ -16,7 +16,7 @@ uint64_t next_number() {
   return ++last;
 }
 
-// Keeps the group's first `pages` pages in its runs and removes all later ones.
+// Removes all pages after the group's first `pages` pages from its runs.
 void shorten(FoundGroup& group, size_t pages) {
   while (!group.runs.empty() && static_cast<size_t>(group.runs.back().first) >= pages) group.runs.pop_back();
   if (!group.runs.empty()) {
@@ -27,8 +27,8 @@ void shorten(FoundGroup& group, size_t pages) {
   group.first = std::min(group.first, pages);
 }
 
-// Calls visit(run) for each run that has pages from page `from` on, from the last run to the first. Passes
-// the run without the pages before `from`.
+// Calls visit(run) for each run that has pages at or after page `from`, from the last run to the first. The
+// run that is passed does not include pages before `from`.
 template <class Visit>
 void visit_backwards(const FoundGroup& group, size_t from, Visit visit) {
   for (size_t i = group.runs.size(); i > 0; --i) {
@@ -135,7 +135,8 @@ void TierLookup::take_back(FoundGroup& group, size_t from) {
 
 std::string TierLookup::unpin(FoundGroup& group, size_t from) {
   std::string wrong;
-  // Starts with the last run, so that the start of the prefix becomes the most recently used.
+  // The loop starts with the last run, so that the pages at the start of the prefix become the most recently
+  // used.
   visit_backwards(group, from, [&](const FoundRun& run) {
     try {
       tiers_[run.tier]->unpin(group.entries_of(run));

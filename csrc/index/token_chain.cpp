@@ -14,8 +14,8 @@ static_assert(std::endian::native == std::endian::little, "tokens are hashed as 
 
 namespace {
 
-// A buffer for one message at a time, all of the same length, with the SHA-256 padding already written after
-// the message.
+// A buffer for one message at a time. All messages have the same length, so the SHA-256 padding after the
+// message is written only once.
 class PaddedMessage {
  public:
   explicit PaddedMessage(size_t bytes)

@@ -194,6 +194,7 @@ class Disk {
   int32_t quiet_looks_ = 0;
 
   // Only the I/O thread uses the members from here on.
+
   // At most `depth` of these jobs have I/Os in flight. The other jobs are free or in `arrived_`.
   std::vector<Job> jobs_;
   std::vector<size_t> free_jobs_;

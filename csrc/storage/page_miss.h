@@ -12,10 +12,10 @@ enum class PageMiss : int32_t {
   kNone = 0,    // no miss: the page is delivered
   kTrailer,     // the trailer is damaged or was never written
   kVersion,     // the trailer has a different format version
-  kElsewhere,   // the slot contains a page of a different KV group that shares the slab
-  kGroup,       // the slot contains a page with a different key
-  kKey,         // the page has the right key, but was written by a different write than the one in the index
-  kGeneration,  // the page has the right key, but comes from a different write than the index recorded
+  kElsewhere,   // the trailer records a different slot or slab
+  kGroup,       // the slot contains a page of a different KV group that shares the slab
+  kKey,         // the slot contains a page with a different key
+  kGeneration,  // the page has the right key, but is of a different write than the one in the index
   kEpoch,       // the page was written in a different epoch, that is, with different weights
   kTokens,      // the page has a different number of valid tokens
   kExpired,     // the page has expired

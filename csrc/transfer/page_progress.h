@@ -127,8 +127,8 @@ class PageProgress {
   std::vector<ReadyList> ready_;        // per stage: the ready pages
   std::vector<int32_t> left_;           // per stage: number of pages that have neither passed it nor failed
   std::vector<int32_t> unissued_;       // per stage: number of pages whose copies are not enqueued
-  std::vector<int32_t> issued_stages_;  // number of open stages; pages can move only through these
-  int32_t open_stages_;                 // number of open stages; only these may move
+  std::vector<int32_t> issued_stages_;  // per page: number of stages whose copies are enqueued or done
+  int32_t open_stages_;                 // number of open stages; pages can move only through these
   // Per stage: pages that wait for the stage to be opened. Empty if close_stages() was never called.
   std::vector<std::vector<int32_t>> at_gate_;
   int32_t lowest_ready_ = 0;  // no stage below this one has a ready page

@@ -38,7 +38,8 @@ struct PolicyRoom {
 // Says whether a request used the blocks that the index passes to EvictionPolicy::admit.
 struct Use {
   // Whether a request hit these blocks. It is false in three cases: the blocks have just been stored, the
-  // lease that ended did not belong to a request, or the call only restores the order of a request's blocks.
+  // lease that ended did not belong to a request, or the call only restores the order of the blocks of a
+  // request.
   bool hit = false;
 };
 
@@ -52,39 +53,39 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Makes the unlinked chain first..last evictable: the policy links its entries into its lists. The blocks
-  // were just used, and are in the order of their request. Lookups find blocks faster if the policy keeps the
-  // entries of a chain together and in order.
+  // The policy links the chain first..last, which is in no list, into its lists, so that the blocks can be
+  // evicted. The blocks were just used, and are in the order in which their request has them. Lookups find
+  // blocks faster if the policy keeps the entries of a chain together and in order.
   //
-  // The index itself unlinks entries when they are used again, removed or freed. A block that gets a lease
-  // while it is in a list stays in the list.
+  // The index unlinks entries from the policy's lists when they are used again, removed or freed. A block
+  // that gets a lease while it is in a list stays in the list.
   virtual void admit(EntryId first, EntryId last, const Use& use) = 0;
 
   // Unlinks the entry to evict next and returns it, or returns kNoEntry if the lists are empty. O(1),
-  // amortised over the entries admitted. If the entry is leased, the index does not evict it, but moves it to
-  // a list of its own. When the last lease ends, the index calls `admit` for the entry, unless the block was
-  // removed meanwhile.
+  // amortised over the admitted entries. If the entry is leased, the index does not evict it, but moves it to
+  // the index's list of leased entries. When the entry's last lease ends, the index calls `admit` for it,
+  // unless the block has been removed in the meantime.
   virtual EntryId take_victim() = 0;
 
   // The index calls `missed` and `gone` only if PolicyKind::follows is set.
   //
   // The index calls `missed` after it has made entries for keys that it did not have. `hashes`: a 32-bit hash
-  // of each key. The hash depends on a secret seed, and stays the same for a key during the index's lifetime.
+  // of each key. The hash depends on a secret seed. In one index, the hash of a key is always the same.
   virtual void missed(std::span<const EntryId> entries, std::span<const uint32_t> hashes) {
     (void)entries, (void)hashes;
   }
 
-  // The index calls `gone` after a block has left the index, once per block, but not for the blocks that
-  // `clear` removes. The index may take several victims before it calls `gone` for the first of them. A block
-  // that was removed while it was leased may still be in one of the policy's lists.
+  // The index calls `gone` once for each block that has left the index, but not for the blocks that `clear`
+  // removes. The index may call take_victim() several times before it calls `gone` for the first of these
+  // blocks. A block that was removed while it was leased may still be in one of the policy's lists.
   virtual void gone(EntryId entry, uint32_t hash, Leaving why) { (void)entry, (void)hash, (void)why; }
 
   // The index calls `clear` before it removes all blocks. The policy may discard its data about the blocks'
   // keys, because these keys will not be used again.
   virtual void clear() {}
 
-  // Checks the policy's own invariants; the index checks the links of the lists. Throws ContractError if an
-  // invariant does not hold. O(entries).
+  // Checks the policy's own invariants. (The index itself checks the links of the lists.) Throws
+  // ContractError if an invariant does not hold. O(entries).
   virtual void check_integrity() const {}
 };
 
@@ -92,17 +93,17 @@ class EvictionPolicy {
 struct PolicyKind {
   std::string name;
   size_t lists = 1;      // number of lists that the policy uses, 1 to kMaxLists
-  bool notes = false;    // whether the policy keeps a PolicyNote for each entry
+  bool notes = false;    // whether the policy uses a PolicyNote for each entry
   bool follows = false;  // whether the index calls `missed` and `gone`
   std::unique_ptr<EvictionPolicy> (*make)(const PolicyRoom& room) = nullptr;
 
   static constexpr size_t kMaxLists = 4096;
 };
 
-// The kinds that settings can choose by name, the default first.
+// The kinds of policies that settings can choose by name. The first kind is the default.
 std::span<const PolicyKind> policy_kinds();
 
-// Returns the kind with this name. Throws ConfigError if there is none.
+// Returns the kind with this name. Throws ConfigError if there is no such kind.
 const PolicyKind& policy_kind(const std::string& name);
 
 }  // namespace flexkv
