@@ -1,5 +1,5 @@
 // A queue of reads and writes on one disk. The thread that owns the queue submits requests and waits for
-// them. Any thread may end this wait with wake().
+// their results. Any thread may end this wait with wake().
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,34 +16,35 @@ struct IoRequest {
   std::byte* buffer = nullptr;
   int64_t bytes = 0;
   int64_t offset = 0;
-  uint64_t cookie = 0;  // the caller's number for the request, below kReservedCookie; IoDone returns it
+  // A number that the caller chooses for the request, below kReservedCookie; IoDone returns it.
+  uint64_t cookie = 0;
 };
 inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
 
 struct IoDone {
   uint64_t cookie = 0;
-  int64_t result = 0;  // the number of bytes moved, which may be fewer than requested; -errno if the I/O
-                       // failed
+  // The number of bytes moved, which may be fewer than requested. If the I/O failed, -errno.
+  int64_t result = 0;
 };
 
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
   virtual const char* name() const = 0;
-  // How many I/Os may be in flight at once.
+  // The maximum number of I/Os in flight.
   virtual int32_t depth() const = 0;
-  // Only the owner thread calls this. Precondition: fewer than depth() I/Os are in flight. The queue may
-  // start the I/O only at the next wait() or take().
+  // Only the owner thread calls this. Precondition: fewer than depth() I/Os are in flight. The I/O may not be
+  // started before the next wait() or take().
   virtual void submit(const IoRequest& request) = 0;
   // Only the owner thread calls this. Waits until an I/O has finished or another thread has called wake(),
-  // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue; the queue
-  // may then never report the I/Os in flight.
+  // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue. The queue
+  // may then never report the I/Os that are in flight.
   virtual void wait(std::vector<IoDone>& done) = 0;
-  // Does the same as wait() without waiting: starts the I/Os that submit() has not started, and appends the
-  // finished ones to `done`.
+  // Does the same as wait(), but does not wait: starts the I/Os that submit() has not started, and appends
+  // the finished I/Os to `done`.
   virtual void take(std::vector<IoDone>& done) = 0;
-  // Ends the current wait() of the owner thread, or its next wait() if it is not waiting. Any thread may call
-  // this.
+  // Ends the current wait() of the owner thread. If the owner thread is not waiting, ends its next wait().
+  // Any thread may call wake().
   virtual void wake() = 0;
 };
 
@@ -53,7 +54,7 @@ struct IoMemory {
   std::byte* base = nullptr;
   int64_t bytes = 0;  // at most 1 GiB, the kernel's limit for one buffer
   // Whether all of the memory has been allocated. The queue registers the memory only when this returns true,
-  // because registering the memory earlier would allocate the rest of it.
+  // because registration would allocate the memory that is not allocated yet.
   std::function<bool()> ready = [] { return true; };
 };
 
@@ -78,11 +79,11 @@ std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemor
 // A function that wraps a disk's queue in another queue. It is called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
-// Does the same as WrapQueue, as a class, so that another extension module can implement it.
+// Does the same as a WrapQueue function. It is a class, so that another extension module can implement it.
 class QueueWrapper {
  public:
   virtual ~QueueWrapper() = default;
-  // The owner thread of each disk's queue calls this.
+  // Wraps the queue of disk number `disk`. Called in the owner thread of that queue.
   virtual std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) = 0;
 };
 

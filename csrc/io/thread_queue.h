@@ -1,4 +1,4 @@
-// An I/O queue that calls pread and pwrite in threads of its own, for systems that refuse io_uring.
+// An I/O queue that calls pread and pwrite in threads of its own. It is used if the kernel refuses io_uring.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -9,8 +9,8 @@
 
 namespace flexkv {
 
-// Unit: threads. Eight threads are enough to keep a disk busy with large pages. Each thread waits in the
-// kernel most of the time.
+// Unit: threads. The maximum number of threads of a queue. Eight threads are enough to keep a disk busy with
+// large pages. Each thread waits in the kernel most of the time.
 inline constexpr int32_t kMostIoThreads = 8;
 
 class ThreadQueue : public IoQueue {

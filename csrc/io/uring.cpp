@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 
-// Older kernel headers lack these flags. A kernel that does not know them returns EINVAL.
+// Older kernel headers lack these flags. A kernel that does not support them returns EINVAL.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -63,7 +63,7 @@ void* map(int fd, size_t bytes, off_t offset) {
 
 Uring::Uring(uint32_t entries) {
   // With these flags, the kernel processes completions when the owner thread asks for them, and does not
-  // interrupt the thread.
+  // interrupt the thread for them.
   params_.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   fd_ = setup(entries, params_);
   if (fd_ < 0 && errno == EINVAL) {
@@ -108,7 +108,7 @@ int Uring::enter(uint32_t min_complete) {
   uint32_t* tail = at(sq_ring_, params_.sq_off.tail);
   store(tail, *tail + queued_);
   queued_ = 0;
-  // Includes entries that an earlier call to enter() did not submit.
+  // The number includes entries that an earlier call of enter() could not submit.
   const uint32_t pending = *tail - load(at(sq_ring_, params_.sq_off.head));
   const long done =
       syscall(__NR_io_uring_enter, fd_, pending, min_complete, IORING_ENTER_GETEVENTS, nullptr, size_t{0});

@@ -35,7 +35,7 @@ io_uring_sqe* UringQueue::sqe() {
   return entry;
 }
 
-// Queues a poll of the eventfd, through which the ring reports the next call of wake().
+// Queues a poll of the eventfd. The ring then reports the next call of wake() as a completion.
 void UringQueue::arm() {
   io_uring_sqe* entry = sqe();
   entry->opcode = IORING_OP_POLL_ADD;
@@ -89,12 +89,12 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits the queued requests and appends the finished I/Os to `done`. Returns whether any I/O had finished.
-// Sets `woken_` if wake() had been called.
+// Submits the queued requests and appends the finished I/Os to `done`. Returns whether any I/O has finished.
+// Sets `woken_` if wake() has been called.
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // A signal (EINTR) is ignored. EAGAIN and EBUSY are ignored because they end when completions are taken,
-  // and the code below takes them.
+  // A signal (EINTR) is ignored. EAGAIN and EBUSY are ignored because they no longer occur once completions
+  // have been taken, and the code below takes them.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
@@ -126,7 +126,7 @@ void UringQueue::take(std::vector<IoDone>& done) { collect(done, 0); }
 
 void UringQueue::wake() {
   const uint64_t one = 1;
-  // The write fails only if the counter is at its maximum, and then the fd is readable anyway.
+  // The write fails only if the counter is at its maximum, and then the eventfd is readable anyway.
   [[maybe_unused]] const auto bytes = write(wake_fd_, &one, sizeof(one));
 }
 

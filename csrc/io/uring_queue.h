@@ -34,8 +34,9 @@ class UringQueue : public IoQueue {
   const int32_t depth_;
   Uring ring_;
   int wake_fd_ = -1;
-  bool woken_ = false;            // a call of wake() was seen that has not ended a wait() yet
-  std::vector<Memory> memories_;  // ascending by address, without overlap; emptied if registering fails
+  bool woken_ = false;  // whether wake() was called and has not ended a wait() yet
+  // In ascending order of addresses, without overlap. Emptied if registering fails.
+  std::vector<Memory> memories_;
   std::function<void(const std::string&)> refused_;
 };
 

@@ -43,7 +43,7 @@ FLEXKV_HD inline float to_float(Float16 value) {
   const uint32_t half = value.bits;
   constexpr uint32_t kTwoTo112 = 0x77800000u;
   const uint32_t scaled = bits_of(float_of((half & 0x7FFFu) << 13) * float_of(kTwoTo112));
-  const uint32_t special = (half & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u;  // infinity and NaN
+  const uint32_t special = (half & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u;  // nonzero for infinity and NaN
   return float_of(scaled | special | (half & 0x8000u) << 16);
 }
 
@@ -62,7 +62,7 @@ FLEXKV_HD inline void from_float(float value, Float16& to) {
   const uint32_t signed_bits = bits_of(value);
   const uint32_t bits = signed_bits & 0x7FFFFFFFu;
   constexpr uint32_t kTooLarge = 0x47800000u;   // 2^16
-  constexpr uint32_t kNormalMin = 0x38800000u;  // 2^-14
+  constexpr uint32_t kNormalMin = 0x38800000u;  // 2^-14, the smallest normal number
   constexpr uint32_t kAligner = 0x3F000000u;    // 1/2; adding it rounds a subnormal into the lowest bits
   const uint32_t special = bits > 0x7F800000u ? 0x7E00u | (bits >> 13 & 0x3FFu) : 0x7C00u;
   const uint32_t subnormal = bits_of(float_of(bits) + float_of(kAligner)) - kAligner;

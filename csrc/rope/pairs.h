@@ -1,5 +1,5 @@
-// Rotates pairs of a head one by one. The vectorised code leaves some pairs to this code: the pairs after its
-// last complete vector, and pairs for which its result would have wrong bits.
+// Rotates pairs of a head one by one. The vectorised code leaves some pairs to this code: the pairs after the
+// last complete vector, and pairs for which the vectorised code would give wrong bits.
 #pragma once
 #include "rope/rotation.h"
 

@@ -1,5 +1,5 @@
-// Loads, rotates and stores eight pairs at a time, in either pairing. Results are bit-identical to those of
-// turn_pair() and the conversions of element.h.
+// Functions that load, rotate and store eight pairs at a time, for both pairings. Results are bit-identical
+// to those of turn_pair() and the conversions of element.h.
 #pragma once
 #include <immintrin.h>
 
@@ -66,15 +66,15 @@ FLEXKV_AVX2 __m256i load_bits(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
 FLEXKV_AVX2 __m128i load_half(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-// Swaps the two middle quarters: returns quarters 0, 2, 1, 3.
+// Swaps the two middle quarters of a vector: returns the quarters in the order 0, 2, 1, 3.
 FLEXKV_AVX2 __m256i swap_middle(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xD8); }
 
 struct PairBits {
   __m256i x, y;
 };
 
-// Rounds to nearest, ties to even. The bfloat16 is the upper half of each 32-bit result; the lower half has
-// no meaning.
+// Rounds each float to the nearest bfloat16, ties to even. The bfloat16 is the upper half of each 32-bit
+// result; the lower half has no meaning.
 FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -89,7 +89,8 @@ FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
 }
 FLEXKV_AVX2 __m128i to_float16(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// --- NeoX: pairs eight consecutive elements with the eight elements that lie `half` elements later ---
+// --- NeoX: each of eight consecutive elements forms a pair with the element that lies `half` elements later
+// ---
 
 FLEXKV_AVX2 Pairs load_halves(const float* from, int32_t half) {
   return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + half)};
@@ -122,11 +123,11 @@ FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
   put<kWrite>(to + half, to_float16(pairs.y));
 }
 
-// --- GPT-J: eight pairs of neighbours ---
+// --- GPT-J: eight pairs of neighbouring elements ---
 
 // Loads eight cosines or sines in the order in which load_neighbours() loads pairs. For float32 this order is
 // 0, 1, 4, 5, 2, 3, 6, 7, because load_neighbours() shuffles the pairs; the unpacking in store_neighbours()
-// restores the order in memory.
+// restores the original order in memory.
 template <typename Element>
 FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
   const __m256 angles = _mm256_loadu_ps(from);
@@ -171,8 +172,8 @@ FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
   put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
-// Rotates the pairs of a head from pair `first` on, eight at a time, until fewer than eight are left. `dst`
-// may be `src`. Returns the number of the first pair that is not rotated.
+// Rotates the pairs of a head, eight at a time, beginning with pair `first`, until fewer than eight are left.
+// `dst` may be `src`. Returns the number of the first pair that is not rotated.
 template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
                                 int32_t first, int32_t half) {

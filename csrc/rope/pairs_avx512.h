@@ -1,7 +1,7 @@
 // Rotates sixteen pairs of bfloat16 at a time, on processors that have an instruction which rounds to
-// bfloat16 (AVX512_BF16). The AVX2 code spends half of its work on rounding. Results are bit-identical to
-// those of turn_pair() and element.h. The instruction treats subnormal numbers as zero, so if a result is
-// subnormal, its sixteen pairs are rotated one by one.
+// bfloat16 (AVX512_BF16). (Half of the AVX2 code's work is rounding.) Results are bit-identical to those of
+// turn_pair() and element.h. The instruction treats subnormal numbers as zero, so if a result is subnormal,
+// its sixteen pairs are rotated one by one.
 #pragma once
 #include <immintrin.h>
 
@@ -17,13 +17,13 @@ inline bool is_supported() {
   return found;
 }
 
-// GCC's own headers start some of these operations from an uninitialised register, and GCC 12 warns about it.
+// GCC's own headers use an uninitialised register in some of these operations, and GCC 12 warns about this.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 // Rotates all pairs of a head, or none if their number is not a multiple of sixteen. Returns the number of
-// rotated pairs. `dst` may be `src`. With `streamed`, writes bypass the caches, and `dst` must be aligned to
-// 32 bytes.
+// rotated pairs. `dst` may be `src`. If `streamed` is set, writes bypass the caches, and `dst` must be
+// aligned to 32 bytes.
 template <Pairing kPairing>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"), noinline)) int32_t
 turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const float* sines, int32_t half,

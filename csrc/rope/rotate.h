@@ -17,8 +17,8 @@ constexpr int64_t element_bytes(ElementType type) { return type == ElementType::
 void rotate_on_host(const RotationRows& rows, ElementType type, Pairing pairing);
 
 // Enqueues one kernel launch of the rotation on `stream` (a cudaStream_t as a number). All arrays of `rows`
-// are in the GPU's memory. Returns the launch's error, or an empty string on success. Throws ConfigError in a
-// build without CUDA.
+// are in the GPU's memory. Returns the error message of the launch, or an empty string on success. Throws
+// ConfigError in a build without CUDA.
 std::string rotate_on_gpu(const RotationRows& rows, ElementType type, Pairing pairing, uintptr_t stream);
 
 }  // namespace flexkv

@@ -10,7 +10,8 @@ struct RotationKind {
   static constexpr Pairing kPairing = kOf;
 };
 
-// Calls `run(RotationKind<Element, kPairing>{})` with the Element of `type` and the kPairing of `pairing`.
+// Calls `run(RotationKind<Element, kPairing>{})`, where Element corresponds to `type`, and kPairing is the
+// value of `pairing`.
 template <typename Run>
 void dispatch_rotation(ElementType type, Pairing pairing, const Run& run) {
   const auto with = [&]<typename Element>() {

@@ -44,9 +44,9 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
   }
 }
 
-// Rotates, copies or zeroes all rows. With `streaming`, writes bypass the caches if a head's number of pairs
-// is a multiple of eight. Otherwise cached and streaming stores would share cache lines, which costs more
-// than either kind alone.
+// Rotates, copies or zeroes all rows. If `streaming` is set and a head's number of pairs is a multiple of
+// eight, writes bypass the caches. With another number of pairs, cached and streaming stores would write to
+// the same cache lines, which is slower than either kind of store alone.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;

@@ -6,9 +6,9 @@
 namespace flexkv {
 namespace {
 
-// The size of a block in threads, and the number of blocks per multiprocessor. Small blocks fit onto
-// multiprocessors beside other kernels. The rotation may occupy the whole GPU, because the model's own work
-// waits for it.
+// The number of threads in a thread block, and the number of thread blocks per multiprocessor. Small thread
+// blocks fit onto multiprocessors that also run other kernels. The rotation may occupy the whole GPU, because
+// the model's own work waits for the rotation.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

@@ -1,9 +1,9 @@
 // The arithmetic that moves cached keys to different positions: it rotates each pair of a key's elements by
-// the angle between the key's old and new position. g++ and nvcc both compile this file. rotate_kernel.cu
-// runs rotate_row_lane() on a GPU. rotate_host.cpp vectorises turn_pair() or, on processors without AVX2,
-// calls rotate_row_lane() with a single lane.
+// the angle that corresponds to the distance between the key's old position and its new position. g++ and
+// nvcc both compile this file. rotate_kernel.cu runs rotate_row_lane() on a GPU. rotate_host.cpp vectorises
+// turn_pair() or, on processors without AVX2, calls rotate_row_lane() with a single lane.
 //
-// Source of the pairings: RoFormer (arXiv:2104.09864) and GPT-J pair neighbouring elements; GPT-NeoX pairs
+// There are two pairings. RoFormer (arXiv:2104.09864) and GPT-J pair neighbouring elements; GPT-NeoX pairs
 // element i of the first half with element i of the second half. A rotation by (new - old) has the same
 // effect as undoing the rotation to the old position and then rotating to the new position. Some models
 // multiply their sines and cosines by a factor (YaRN's mscale). The rotation leaves this factor in the keys
@@ -18,7 +18,7 @@
 namespace flexkv {
 
 enum class Pairing : int32_t {
-  kNeox,  // elements i and i + rotary_dim / 2
+  kNeox,  // pairs elements i and i + rotary_dim / 2
   kGptj,  // elements 2 i and 2 i + 1
 };
 
@@ -26,24 +26,25 @@ enum class Pairing : int32_t {
 inline constexpr int32_t kZeroRow = -1;
 inline constexpr int32_t kCopyRow = -2;
 
-// The rows to rotate, each of which has `heads` heads. Head h of row r is read at src + src_offsets[r] + h *
+// The rows to rotate. Each row has `heads` heads. Head h of row r is read at src + src_offsets[r] + h *
 // src_head_stride and written at dst + dst_offsets[r] + h * dst_head_stride. Offsets and strides are in
-// bytes, and multiples of an element's size. A *turn* is one angle for each pair of a head. All arrays are in
-// memory that the executing processor can access. No two rows have the same destination; a row may be rotated
-// in place.
+// bytes, and multiples of an element's size. A *turn* consists of one angle for each pair of a head. All
+// arrays are in memory that the executing processor can access. No two rows have the same destination; a row
+// may be rotated in place.
 struct RotationRows {
   const unsigned char* src = nullptr;
   unsigned char* dst = nullptr;
   const int64_t* src_offsets = nullptr;
   const int64_t* dst_offsets = nullptr;
-  const int32_t* turn_of_row = nullptr;  // [rows]: index into `turns`, kZeroRow or kCopyRow
-  const float* turns = nullptr;          // [turns][2][rotary_dim / 2]: a turn's cosines, then its sines
+  // [rows]: number of the row's turn in `turns`, or kZeroRow or kCopyRow.
+  const int32_t* turn_of_row = nullptr;
+  const float* turns = nullptr;  // [turns][2][rotary_dim / 2]: for each turn, its cosines, then its sines
   int64_t src_head_stride = 0;
   int64_t dst_head_stride = 0;
   int64_t rows = 0;
   int32_t heads = 0;
   int32_t head_dim = 0;    // elements per head
-  int32_t rotary_dim = 0;  // how many leading elements of a head are rotated; an even number
+  int32_t rotary_dim = 0;  // number of leading elements of a head that are rotated; even
 };
 
 struct Pair {
@@ -58,14 +59,14 @@ FLEXKV_HD inline Pair turn_pair(Pair pair, float cosine, float sine) {
 
 namespace rotation_detail {
 
-// `kCount` elements, which one memory access moves.
+// A vector of `kCount` elements, which one memory access moves.
 template <typename Element, int kCount>
 struct alignas(sizeof(Element) * kCount) Vector {
   Element at[kCount];
 };
 
 // Iterates over one lane's share of a row's units, which are vectors of elements: units lane, lane + lanes,
-// and so on. UnitWalk finds each unit's head without a division.
+// and so on. Each unit's head is found without a division.
 struct UnitWalk {
   int32_t head = 0;
   int32_t unit;
@@ -127,8 +128,8 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
   const int32_t half = rows.rotary_dim / 2;
   const float* cosines = rows.turns + static_cast<int64_t>(turn) * rows.rotary_dim;
   const float* sines = cosines + half;
-  // The distance from the first vector of a unit to the second, in bytes: half of the rotated elements (NeoX)
-  // or one vector (GPT-J).
+  // The distance in bytes from a unit's first vector to its second vector: half of the rotated elements
+  // (NeoX), or one vector (GPT-J).
   const int64_t apart = static_cast<int64_t>(sizeof(Element)) * (kPairing == Pairing::kNeox ? half : kCount);
   constexpr int64_t kStep = sizeof(Unit) * (kPairing == Pairing::kNeox ? 1 : 2);
   for (detail::UnitWalk walk(lane, half / kCount); walk.head < rows.heads; walk.advance(lanes)) {
@@ -148,15 +149,15 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
     *reinterpret_cast<Unit*>(to) = held[0];
     *reinterpret_cast<Unit*>(to + apart) = held[1];
   }
-  // Copies the elements that are not rotated. If the row is rotated in place, these elements are already at
-  // their destination.
+  // Copies the elements that are not rotated. If the row is rotated in place, these elements are already in
+  // the right place.
   if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
     detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
   }
 }
 
-// Processes one lane's share of a row that `lanes` lanes process together. The lane moves 16 bytes at a time
-// if all addresses, strides and sizes are multiples of 16, and otherwise one element at a time.
+// Processes one lane's share of a row that `lanes` lanes process together. If all addresses, strides and
+// sizes are multiples of 16, the lane moves 16 bytes at a time. Otherwise, it moves one element at a time.
 template <typename Element, Pairing kPairing>
 FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Element));

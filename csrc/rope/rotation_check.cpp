@@ -22,8 +22,8 @@ struct Region {
   int64_t bytes, row_bytes, element;
 };
 
-// Checks that a row lies inside its region and is aligned. Builds the message only when it throws, because
-// this runs for every row of every layer.
+// Checks that a row lies inside its region and is aligned. Builds the error message only when it throws,
+// because this function is called for every row of every layer.
 void check_row(const Region& region, int64_t row) {
   const int64_t offset = region.offsets[row];
   if (offset < 0 || offset > region.bytes - region.row_bytes) {

@@ -37,7 +37,8 @@ void copy_words(std::byte* to, const std::byte* from, size_t bytes) {
   for (size_t i = 0; i < whole; ++i) put_word(to + i * 8, words[i].load(std::memory_order_acquire));
   end_words();
   if (bytes % 8 == 0) return;
-  // Reading the complete last word stays inside the page's slot, because slot sizes are multiples of 4 KiB.
+  // The last word is read completely. The read stays inside the page's slot, because slot sizes are multiples
+  // of 4 KiB.
   const uint64_t last = words[whole].load(std::memory_order_acquire);
   std::memcpy(to + whole * 8, &last, bytes % 8);
 }

@@ -11,12 +11,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows (in a search: keys). The number of rows that a thread processes before it releases the lock.
-// Processing this many rows takes about 100 us.
+// Unit: rows (in a search: keys). The maximum number of rows that a thread processes before it releases the
+// lock. Processing this many rows takes about 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
-// Whether the pool's file is large enough for all slots. The products cannot overflow, whatever numbers the
-// peer's card has, because none exceeds the file's size or the stride.
+// Whether the pool's file is large enough for all slots. The numbers come from the peer's card (its
+// description of itself). Whatever they are, the products in this function cannot overflow, because none is
+// greater than the file's size or the stride.
 bool has_room(const PeerPool& pool, int64_t slots) {
   const int64_t last = slots - 1;
   const int64_t in_extent = (last % pool.slots_per_extent + 1) * pool.slot_bytes;
@@ -64,7 +65,7 @@ int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, std::
 }
 
 void PeerDirectory::drop(int32_t number, bool keep) {
-  std::shared_ptr<Peer> gone;  // destroyed, and its files unmapped, after the lock is released
+  std::shared_ptr<Peer> gone;  // destroyed after the lock is released, so that its files are unmapped then
   for (uint32_t next = 0; !gone;) {
     const std::lock_guard lock(mutex_);
     const auto found = peers_.find(number);
@@ -93,7 +94,8 @@ size_t PeerDirectory::follow() {
   }
   size_t looked = 0;
   for (const int32_t number : numbers) {
-    // A peer that changes faster than this thread reads must not keep the thread from the other peers.
+    // If a peer's rows change faster than this thread reads them, the thread must still get to the other
+    // peers.
     const size_t most = looked + kRingChanges + kRowsAtOnce;
     for (size_t rows = kRowsAtOnce; rows == kRowsAtOnce && looked < most;) {
       const std::lock_guard lock(mutex_);
@@ -115,7 +117,8 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
     overruns_.fetch_add(1, std::memory_order_relaxed);
   }
   if (peer.all) {
-    // Reads all rows once. The ring lists the rows that change during this, from change number `seen` on.
+    // Reads all rows once. The rows that change in the meantime are listed in the ring, beginning with change
+    // number `seen`.
     if (peer.next == 0) peer.seen = head;
     size_t rows = 0;
     for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);
@@ -128,8 +131,8 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   size_t rows = 0;
   while (rows < kRowsAtOnce && peer.seen != head) {
     const uint32_t slot = peer.parts.ring[peer.seen % kRingChanges].load(std::memory_order_acquire);
-    // The peer may have overwritten this element of the ring before it was read. Then the next call reads all
-    // rows.
+    // The peer may have overwritten this element of the ring before this thread read it. In that case, the
+    // next call reads all rows.
     if (header.head.load(std::memory_order_acquire) - peer.seen > kRingChanges) break;
     if (slot < peer.slots) look(number, peer, slot);
     ++peer.seen;
@@ -138,8 +141,8 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   return rows;
 }
 
-// Returns the page that a slot's row shows, or nothing if the row shows no page or the peer does not have the
-// page's group.
+// Returns the page that a slot's row shows. Returns nothing if the row shows no page, or if the peer does not
+// have the page's KV group.
 std::optional<RowFacts> PeerDirectory::page_at(const Peer& peer, uint32_t slot) {
   uint64_t version = 0;
   const auto facts = read_row(peer.parts.rows[slot], version);
@@ -219,7 +222,8 @@ PeerEnd PeerDirectory::bring(const RowFacts& asked, std::byte* slot, PeerPlace& 
     const auto peer = place.peer < 0 ? nullptr : at(place.peer);
     if (!peer) return end;
     tried[tries] = place.peer;
-    // The peer has the group `asked.group`, because `find` returns only pages of groups that the peer has.
+    // The peer has the group `asked.group`, because `find` returns a peer only for pages of groups that the
+    // peer has.
     if (peer->pool && peer->formats[asked.group].pieces.empty()) {
       other = place;
       end = PeerEnd::kFormat;

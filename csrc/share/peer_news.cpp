@@ -6,8 +6,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: records. A passed record is one that was taken or replaced. Passed records are removed when there are
-// this many more passed records than pending ones.
+// Unit: records. A record that was taken or replaced is a passed record; the others are pending. Passed
+// records are removed when there are this many more passed records than pending records.
 constexpr size_t kMostPassed = 4096;
 
 }  // namespace

@@ -45,7 +45,7 @@ SharedFile SharedFile::read_only(int fd, int64_t bytes, const std::string& what)
   }
   void* base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) throw CapacityError(failed_call(what, bytes, errno));
-  // Keeps the mapping out of forked child processes, which never read another unit's memory.
+  // Makes fork() leave the mapping out of child processes, which never read another unit's memory.
   madvise(base, static_cast<size_t>(bytes), MADV_DONTFORK);
   return SharedFile(static_cast<std::byte*>(base), bytes, -1);
 }

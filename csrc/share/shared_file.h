@@ -10,11 +10,11 @@ namespace flexkv {
 class SharedFile {
  public:
   // Makes a memfd of `bytes` zero bytes, seals it against resizing, and maps it for reading and writing.
-  // Throws CapacityError if the kernel returns an error.
+  // Throws CapacityError if a system call fails.
   static SharedFile make(const char* name, int64_t bytes);
   // Maps another process's memfd of exactly `bytes` bytes, read-only. The caller still owns `fd`. Throws
   // ClosedError if the file has a different size, is not sealed, or belongs to another user. Throws
-  // CapacityError if it cannot be mapped.
+  // CapacityError if the file cannot be mapped.
   static SharedFile read_only(int fd, int64_t bytes, const std::string& what);
 
   SharedFile(SharedFile&& other) noexcept;
@@ -30,7 +30,7 @@ class SharedFile {
 
   std::byte* base_;
   int64_t bytes_;
-  int fd_;  // the memfd's descriptor; -1 for a read-only mapping
+  int fd_;  // the memfd's descriptor; -1 if the mapping is read-only
 };
 
 }  // namespace flexkv

@@ -27,7 +27,7 @@ std::optional<RowFacts> read_row(const BoardRow& row, uint64_t& version) {
   version = row.version.load(std::memory_order_acquire);
   if (version % 2 != 0) return std::nullopt;
   // These loads have acquire order, so that the second load of the row's version cannot be reordered before
-  // these loads.
+  // them.
   const uint64_t about = row.about.load(std::memory_order_acquire);
   const RowFacts facts{
       .key = {row.low.load(std::memory_order_acquire), row.high.load(std::memory_order_acquire)},
@@ -94,8 +94,8 @@ void SlotBoard::withdraw(uint32_t slot) {
   BoardRow& row = parts_.rows[slot];
   const uint64_t version = row.version.load(std::memory_order_relaxed);
   if (version % 2 != 0) return;
-  // Every write to the slot comes after this store of the version, because this thread submits the op that
-  // writes the slot only after this call returns.
+  // Every write to the slot comes after this store of the version: the calling thread submits the op that
+  // writes the slot only after begin() has returned.
   row.version.store(version + 1, std::memory_order_seq_cst);
   announce(slot);
 }
