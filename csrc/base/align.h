@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// Unit: bytes. This size is cuFile's unit and the host's page size. The logical blocks of usual disks are not
+// Unit: bytes. This is cuFile's unit and the host's page size. The logical blocks of common disks are not
 // larger.
 inline constexpr int64_t kIoAlignBytes = 4096;
 

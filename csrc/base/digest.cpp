@@ -9,10 +9,9 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. How far ahead of the current word to prefetch. The code prefetches because the hardware
-// prefetcher stops at 4 KiB boundaries, and every full leaf reaches such a boundary. On a Zen 3 core, all
-// values from 512 to 4096 are equally fast, on cold and on cached buffers, and no faster than without
-// prefetching.
+// Unit: bytes. How far ahead of the current word to prefetch. The hardware prefetcher stops at 4 KiB
+// boundaries, and every full leaf reaches such a boundary. But on a Zen 3 core, all values from 512 to 4096
+// are equally fast, with cold and with cached buffers, and no value is faster than no prefetching.
 constexpr size_t kPrefetchBytes = 2048;
 
 constexpr auto kWordKeys = [] {
@@ -30,7 +29,7 @@ uint64_t fold(const Lanes& lanes) {
   return folded;
 }
 
-// Adds the words of a leaf, from word `first` to the leaf's last word, which may have fewer than 8 bytes.
+// Adds the words of a leaf, beginning with word `first`. The leaf's last word may have fewer than 8 bytes.
 void add_words(Lanes& lanes, const std::byte* leaf, size_t bytes, size_t first) {
   for (size_t i = first; i * 8 < bytes; ++i) {
     uint64_t word = 0;

@@ -1,5 +1,5 @@
-// The exceptions of the native core. Bindings map each to the corresponding class in flexkv/errors.py.
-// Expected outcomes are Status values (base/status.h), never exceptions.
+// The exceptions of the native core. The bindings convert each of them to the corresponding class in
+// flexkv/errors.py. Expected outcomes are Status values (base/status.h), never exceptions.
 #pragma once
 #include <stdexcept>
 #include <string>

@@ -1,5 +1,5 @@
-// A mutex that threads acquire in the order in which they ask for it. So if a thread releases and reacquires
-// the mutex between two parts of its work, threads that already wait run before its second part.
+// A mutex that threads acquire in the order in which they ask for it. If a thread releases and reacquires the
+// mutex between two parts of its work, threads that are already waiting run before the second part.
 #pragma once
 #include <condition_variable>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Reads the wall clock, for the times that pages record.
+// Reads the wall clock, for the times that are recorded in pages.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -10,11 +10,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. No pool is larger than this limit, and the sum of two sizes up to the limit still fits in 64
-// bits.
+// Unit: bytes. The maximum size of a pool. The sum of two sizes up to this limit still fits in 64 bits.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 56;
-// Unit: layers. Attaching a view allocates a table with an entry per layer. Without a limit, a wrong layer
-// number could cost gigabytes.
+// Unit: layers. The maximum number of layers. When a view is attached, a table with one entry per layer is
+// allocated. Without a limit, the table for a wrong layer number could need gigabytes.
 constexpr int32_t kMaxLayers = 1 << 16;
 
 void check_sizes(const Segment& run, int64_t num_blocks) {

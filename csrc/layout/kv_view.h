@@ -10,20 +10,20 @@
 
 namespace flexkv {
 
-// Immutable. Holds addresses but does not own the memory: the code that attaches a view must keep the pool
-// alive.
+// The view of one rank's pool. A view is immutable. It has addresses in the pool, but does not own the pool's
+// memory: the code that attaches a view must keep the pool alive.
 class KvView {
  public:
-  // `runs` may be in any order. No run is merged with another one that it touches. Blocks are numbered
-  // [first_block, num_blocks); `first_block` may be positive because SGLang reserves page 0. Throws
-  // GeometryError unless all sizes are positive, the runs fill [0, stripe_bytes) of the stripe exactly, and
-  // no two runs of any blocks share a byte of the pool.
+  // `runs` may be in any order. Adjacent runs are not merged. Blocks have the numbers [first_block,
+  // num_blocks); `first_block` may be positive because SGLang reserves page 0. Throws GeometryError if a size
+  // is not positive, if the runs do not fill [0, stripe_bytes) of the stripe exactly, or if two runs of any
+  // blocks share a byte of the pool.
   KvView(std::vector<Segment> runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block = 0);
 
-  // The uncoalesced runs, ascending by page offset. Each run has a digest of its own.
+  // The uncoalesced runs, in ascending order of page offsets. Each run has a digest of its own.
   const std::vector<Segment>& runs() const { return runs_; }
-  // The coalesced runs, ascending by page offset: runs that follow each other in the pool and in the page are
-  // merged. Copies loop over these segments.
+  // The coalesced runs, in ascending order of page offsets: runs that follow each other both in the pool and
+  // in the page are merged. Copies loop over these segments.
   const std::vector<Segment>& segments() const { return segments_; }
   // Returns the coalesced runs of layers [lo, hi) only. Throws BlockRangeError unless
   // 0 <= lo < hi <= num_layers().
@@ -35,10 +35,11 @@ class KvView {
   int64_t stripe_bytes() const { return stripe_bytes_; }
 
   bool has_block(int64_t block) const { return block >= first_block_ && block < num_blocks_; }
-  // Throws BlockRangeError if the view does not have the block. The message calls the block `what`.
+  // Throws BlockRangeError if the view does not have the block. `what`: the word for the block in the error
+  // message.
   void require_block(int64_t block, const char* what = "block") const;
 
-  // Repeats the constructor's checks. Throws GeometryError if one fails.
+  // Repeats the constructor's checks. Throws GeometryError if any of them fails.
   void check() const;
 
  private:
@@ -50,8 +51,8 @@ class KvView {
   int32_t num_layers_ = 0;
 };
 
-// Merges runs that follow each other in the pool and in the page (see continues()). Precondition: `runs`
-// ascend by page offset.
+// Merges runs that follow each other both in the pool and in the page (see continues()). Precondition: `runs`
+// are in ascending order of page offsets.
 std::vector<Segment> coalesce(const std::vector<Segment>& runs);
 
 std::string to_string(const Segment& segment);

@@ -1,6 +1,6 @@
 // The work of one thread (a lane) in a group of `lanes` threads (a warp). The lane copies its share of a run,
 // and sums up its share of the words of a digest leaf. g++ and nvcc both compile this file.
-// csrc/testing/layout_lanes.h runs the lanes one after the other on the CPU.
+// csrc/testing/layout_lanes.h runs the lanes one after another on the CPU.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace flexkv {
 
-// The word types that a GPU thread can copy with one instruction, widest first.
+// The word types that a GPU thread can copy with one instruction, the widest first.
 struct alignas(16) Vector16 {
   uint64_t low, high;
 };
@@ -24,13 +24,14 @@ struct alignas(4) Vector4 {
 // warp that waited for each load would move only 0.5 GB/s.
 inline constexpr int kLoadsInFlight = 4;
 
-// Whether both addresses are aligned for accesses of `width` bytes (a power of two).
+// Whether both addresses are multiples of `width`, a power of two, so that accesses of `width` bytes are
+// aligned.
 FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (width - 1)) == 0;
 }
 
 // Copies one lane's share of the complete words of a run: words lane, lane + lanes, and so on. Returns how
-// many bytes all lanes copy together.
+// many bytes all lanes together copy.
 template <typename Word, int kInFlight>
 FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                     int lanes) {
@@ -47,9 +48,9 @@ FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src
   return words * static_cast<int64_t>(sizeof(Word));
 }
 
-// Copies one lane's share of a run of any size and alignment. The lanes copy words as wide as the alignment
-// of both addresses allows. A tail follows: at most one word of 8 bytes, one word of 4 bytes, and single
-// bytes.
+// Copies one lane's share of a run of any size and alignment. The lanes copy the widest words that the
+// alignment of both addresses allows. A tail follows: at most one word of 8 bytes, one word of 4 bytes, and
+// single bytes.
 template <int kInFlight = kLoadsInFlight>
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                 int lanes) {
@@ -82,9 +83,10 @@ FLEXKV_HD inline uint64_t load_word(const unsigned char* leaf, int64_t bytes, in
   return value;
 }
 
-// Returns the sums over words lane, lane + lanes, and so on of a leaf. If `lanes` is a multiple of
-// kDigestLanes, all these words belong to digest lane `lane % kDigestLanes`. The caller then adds up the sums
-// of threads with the same digest lane, folds each digest lane's sums, and adds up the results.
+// Returns one lane's sums over the words of a leaf: words lane, lane + lanes, and so on. If `lanes` is a
+// multiple of kDigestLanes, all these words belong to digest lane `lane % kDigestLanes`. The caller then adds
+// up the sums of threads with the same digest lane, folds the sums of each digest lane, and adds up the
+// results.
 FLEXKV_HD inline LaneSums leaf_lane(const unsigned char* leaf, int64_t bytes, int lane, int lanes) {
   LaneSums sums;
   for (int64_t word = lane; word * 8 < bytes; word += lanes) {

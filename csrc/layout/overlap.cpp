@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// A segment, how many blocks its view has, and the view's number (0 or 1).
+// A segment, the number of blocks of its view, and the view's number (0 or 1).
 struct Area {
   const Segment* segment;
   int64_t blocks;
@@ -27,7 +27,7 @@ struct Hit {
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Throws GeometryError. The message names the block of view 0 first, even if `a` belongs to view 1.
+// Throws GeometryError. The error message names the block of view 0 first, even if `a` belongs to view 1.
 [[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
   if (a.view > b.view) refuse(b, a, {hit.b_block, hit.a_block});
   throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
@@ -35,13 +35,13 @@ int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1)
                       " share bytes of the pool");
 }
 
-// Returns one block of each area, such that the two blocks share a byte. Returns nothing if there is no such
-// pair of blocks. The areas may have any strides. If the areas belong to different views, two blocks with
-// equal numbers may share bytes and are not returned.
+// Returns two blocks that share a byte, one of each area, or nothing if there are no such blocks. The areas
+// may have any strides. If the areas belong to different views, two blocks with equal numbers may share
+// bytes, so they are not returned.
 std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
-  // Let the areas have bases a and b, and strides S and T. The runs of blocks i and j share a byte if and
-  // only if a + i*S - b_run < b + j*T < a + i*S + a_run. So for each block i, the blocks j that share bytes
-  // with it form one range.
+  // Let a and b be the bases of the areas, and S and T their strides. The runs of blocks i and j share a byte
+  // if and only if a + i*S - b_run < b + j*T < a + i*S + a_run. So the blocks j that share bytes with a given
+  // block i form one range.
   for (int64_t i = 0; i < a.blocks; ++i) {
     const int64_t at = a.base() + i * a.segment->block_stride - b.base();
     int64_t lo = std::max<int64_t>(floor_div(at - b.segment->run_bytes, b.segment->block_stride) + 1, 0);
@@ -55,9 +55,9 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
 
 // Checks areas that all have one stride S. The byte at address x lies at residue x mod S of row x / S, and
 // block i of an area lies i rows after block 0. So two areas share a byte if and only if their residues
-// overlap and their rows differ by less than their numbers of blocks. A sweep over the residues keeps the
-// areas under the sweep line sorted by row. The areas of one view that are under the sweep line do not
-// overlap, so the sweep compares each area only with its neighbours in that order.
+// overlap and their rows differ by less than their numbers of blocks. The algorithm is a sweep over the
+// residues. The areas that contain the current residue are kept sorted by row. Those of them that belong to
+// the same view do not overlap, so each area is compared only with its neighbours in that order.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
@@ -75,8 +75,9 @@ class SameStride {
  private:
   struct Edge {
     int64_t residue;
-    bool starts;  // ends sort first: an area that ends at a residue does not overlap an area that starts at
-                  // this residue
+    // Edges that are ends sort first: an area that ends at a residue does not overlap an area that starts
+    // there.
+    bool starts;
     int64_t row;
     size_t area;
     bool operator<(const Edge& other) const {
@@ -84,8 +85,8 @@ class SameStride {
     }
   };
 
-  // Adds the two edges of an area's run. If the run passes the end of its row, it continues at the start of
-  // the next row, which adds two more edges.
+  // Adds the two edges of an area's run. A run that passes the end of its row continues at the start of the
+  // next row; then two more edges are added.
   void add(size_t i) {
     const Area& area = areas_[i];
     const int64_t row = floor_div(area.base(), stride_);
@@ -102,8 +103,8 @@ class SameStride {
   void enter(const Edge& edge) {
     const Area& mine = areas_[edge.area];
     for (int view = 0; view < 2; ++view) {
-      // Visits the areas whose first row is one of the rows of `mine`, and the areas whose blocks may reach
-      // the first row of `mine`.
+      // The loop visits the areas whose first row is one of the rows of `mine`, and the earlier areas whose
+      // blocks may reach the first row of `mine`.
       const auto& under = under_[view];
       for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
            at != under.end() && at->first < edge.row + mine.blocks; ++at) {
@@ -130,14 +131,14 @@ class SameStride {
   const int64_t stride_;
   const std::vector<Area> areas_;
   std::vector<Edge> edges_;
-  std::multimap<int64_t, size_t> under_[2];  // by view: row of block 0 -> index of the area
+  std::multimap<int64_t, size_t> under_[2];  // for each view: row of block 0 -> index of the area
   int64_t most_blocks_[2] = {1, 1};
 };
 
 void check(const std::vector<Area>& all, bool within_views) {
   std::map<int64_t, std::vector<Area>> by_stride;
   for (const Area& area : all) {
-    // A single block has no stride, so use any stride that its run fits in.
+    // A single block has no stride, so any stride that is at least as large as its run will do.
     const int64_t stride = area.blocks == 1 ? std::max(area.segment->block_stride, area.segment->run_bytes)
                                             : area.segment->block_stride;
     by_stride[stride].push_back(area);
@@ -145,8 +146,8 @@ void check(const std::vector<Area>& all, bool within_views) {
   for (auto& [stride, areas] : by_stride) SameStride(stride, areas).check();
   if (by_stride.size() == 1) return;
 
-  // Compares areas of different strides in a sweep over their start addresses. `under` holds, for each
-  // stride, the areas that started before the current one and end after its start.
+  // Compares areas of different strides in a sweep over their start addresses. `under` has, for each stride,
+  // the areas that start before the current area and end after its start.
   std::vector<std::pair<int64_t, Area>> sorted;
   for (const auto& [stride, areas] : by_stride) {
     for (const Area& area : areas) sorted.emplace_back(stride, area);

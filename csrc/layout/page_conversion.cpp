@@ -12,9 +12,9 @@ namespace flexkv {
 namespace {
 
 constexpr int64_t kMaxStripeBytes = int64_t{1} << 40;
-// Unit: elements of K and V together. The check of a conversion marks each element, which costs one bit of
-// memory and some nanoseconds. A page of 80 layers, 256 tokens and 8 heads of 128 elements has 42 million
-// elements.
+// Unit: elements of K and V together. The maximum number of elements in a stripe. The check of a conversion
+// marks each element, which takes one bit of memory and some nanoseconds per element. A page of 80 layers,
+// 256 tokens and 8 heads of 128 elements has 42 million elements.
 constexpr int64_t kMostElements = int64_t{1} << 28;
 
 int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
@@ -34,8 +34,8 @@ int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
   return bytes;
 }
 
-// Throws GeometryError if the steps along an axis lead out of the stripe. The check comes first because sums
-// of too large steps could overflow.
+// Throws GeometryError if the steps along an axis lead out of the stripe. This check comes before all others,
+// because sums of steps that are too large could overflow.
 void require_steps(const RowCounts& counts, const RowOrder& order, int64_t stripe_bytes) {
   const auto require = [&](const std::string& name, int64_t bytes, int64_t steps) {
     const int64_t most = stripe_bytes / std::max<int64_t>(1, steps);
@@ -50,9 +50,9 @@ void require_steps(const RowCounts& counts, const RowOrder& order, int64_t strip
   require("the start of V", order.v_offset, 1);
 }
 
-// Throws GeometryError unless the elements fill the stripe without gap or overlap. Marks the position of each
-// element. The stripe has as many positions as there are elements, so if no position is marked twice, all
-// positions are marked.
+// Throws GeometryError if the elements do not fill the stripe without gaps and overlaps. Marks the position
+// of each element. The stripe has as many positions as there are elements, so if no position is marked twice,
+// all positions are marked.
 void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
                    const RowOrder& order) {
   require_steps(counts, order, stripe_bytes);

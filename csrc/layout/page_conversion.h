@@ -1,5 +1,5 @@
-// Rewrites a stripe from one order of its elements to another. Both orders hold the same elements of K and V.
-// An element's offset is linear in its layer, token, head and index in the head.
+// Copies a stripe and changes the order of its elements. Both orders have the same elements of K and V. In
+// each order, an element's offset is linear in its layer, token, head and index in the head.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -14,7 +14,7 @@ inline constexpr size_t kRowAxes = 4;
 using RowCounts = std::array<int64_t, kRowAxes>;
 using RowStrides = std::array<int64_t, kRowAxes>;  // unit: bytes
 
-// Where K and V of every token and head lie in a stripe. K begins at byte 0 of the stripe, V at byte
+// Where K and V of every layer, token and head lie in a stripe. K begins at byte 0 of the stripe, V at byte
 // `v_offset`.
 struct RowOrder {
   RowStrides k;
@@ -28,15 +28,15 @@ FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64
 
 class PageConversion {
  public:
-  // `element_bytes` is the size of the smallest unit that the conversion copies. If a row (one token's part
-  // of a head) is contiguous in both orders, callers pass the row as one element. Throws GeometryError unless
-  // the elements fill the stripe without gap or overlap in both orders: only then is every byte of the result
-  // written exactly once.
+  // `element_bytes` is the size of the smallest unit that the conversion copies. If a row (the elements of
+  // one token and one head) is contiguous in both orders, callers pass the row as one element. Throws
+  // GeometryError if the elements do not fill the stripe without gaps and overlaps in both orders. Without
+  // this condition, a byte of the result could be written twice or never.
   PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from, const RowOrder& to);
 
   int64_t stripe_bytes() const { return stripe_bytes_; }
 
-  // `from` and `to` have stripe_bytes() bytes each and do not overlap.
+  // Precondition: `from` and `to` have stripe_bytes() bytes each and do not overlap.
   void convert(const std::byte* from, std::byte* to) const;
 
  private:

@@ -1,4 +1,4 @@
-// Computes the digests of a stripe: one per run, ascending by page offset.
+// Computes the digests of a stripe: one digest per run, in ascending order of page offsets.
 #pragma once
 #include <cstddef>
 #include <cstdint>

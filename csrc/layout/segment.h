@@ -1,4 +1,5 @@
-// Where the runs of a block lie in the engine's pool and in the page. g++ and nvcc both compile this file.
+// Where the runs of a block lie in the inference engine's pool and in the page. g++ and nvcc both compile
+// this file.
 #pragma once
 #include <cstdint>
 
@@ -6,9 +7,10 @@
 
 namespace flexkv {
 
-// One run of every block. Block b has run_bytes bytes at address base + b * block_stride of the pool, which
-// are stored at page_offset in the stripe. All sizes are in bytes. `layer` counts the layers of the KV group
-// from 0; in a coalesced segment that spans several layers, `layer` is the lowest number of these layers.
+// One run of every block. In block b, the run has run_bytes bytes at address base + b * block_stride of the
+// pool. These bytes are stored at page_offset in the stripe. All sizes are in bytes. `layer` counts the
+// layers of the KV group from 0; in a coalesced segment that spans several layers, `layer` is the lowest
+// number of these layers.
 struct Segment {
   uintptr_t base = 0;
   int64_t block_stride = 0;
@@ -19,8 +21,8 @@ struct Segment {
   bool operator==(const Segment&) const = default;
 };
 
-// Returns the address of a block's run. Takes plain numbers because kernels, which call it too, store bases
-// and strides in their own tables instead of Segments.
+// Returns the address of a block's run. The parameters are plain numbers because kernels call this function,
+// too, and kernels have bases and strides in tables of their own instead of Segments.
 FLEXKV_HD inline uintptr_t block_address(uintptr_t base, int64_t block_stride, int64_t block) {
   return base + static_cast<uintptr_t>(block * block_stride);
 }

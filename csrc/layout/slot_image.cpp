@@ -10,7 +10,7 @@ namespace {
 
 // The limits of a slot image's sizes. Below these limits, sums of sizes cannot overflow. A larger value is a
 // mistake by the caller.
-constexpr int64_t kMaxPartBytes = int64_t{1} << 48;  // the largest stripe or trailer
+constexpr int64_t kMaxPartBytes = int64_t{1} << 48;  // the maximum size of a stripe or of the trailer
 constexpr size_t kMostRanks = 4096;
 
 }  // namespace

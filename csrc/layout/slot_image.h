@@ -10,13 +10,14 @@ namespace flexkv {
 class SlotImage {
  public:
   // `stripe_bytes` has the size of each rank's stripe. If `trailer_bytes` is 0, there is no trailer. The
-  // trailer does not share a disk sector with a stripe, so that the write that commits the page does not
-  // rewrite any byte of the stripes. Throws GeometryError if there is no stripe, a stripe's size is not
-  // positive, the trailer's size is negative, or a size or the number of ranks exceeds its limit.
+  // trailer does not share a disk sector with a stripe, so that the write of the trailer, which commits the
+  // page, does not rewrite any byte of the stripes. Throws GeometryError if there is no stripe, if a stripe's
+  // size is not positive, if the trailer's size is negative, or if a size or the number of ranks exceeds its
+  // limit.
   explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
 
   int32_t ranks() const { return static_cast<int32_t>(stripes_.size()); }
-  // Throws BlockRangeError for a rank that is not in [0, ranks()).
+  // stripe_offset() and stripe_bytes() throw BlockRangeError if `rank` is not in [0, ranks()).
   int64_t stripe_offset(int32_t rank) const { return offsets_[checked(rank)]; }
   int64_t stripe_bytes(int32_t rank) const { return stripes_[checked(rank)]; }
   int64_t trailer_offset() const { return trailer_offset_; }
