@@ -1,5 +1,5 @@
-// Checks the alignment of NumPy arrays. An array over memory that NumPy did not allocate may be unaligned,
-// and pybind11 does not check the alignment.
+// Checks the alignment of NumPy arrays. If NumPy did not allocate an array's memory, the array may be
+// unaligned, and pybind11 does not check this.
 #pragma once
 #include <pybind11/numpy.h>
 
@@ -8,7 +8,7 @@
 
 namespace flexkv {
 
-// Throws E unless the array's data is aligned for T. The message calls the array `name`.
+// Throws E if the array's data is not aligned for T. `name`: the array's name in the error message.
 template <typename E, typename T, int Flags>
 void require_aligned(const pybind11::array_t<T, Flags>& array, const char* name) {
   if (reinterpret_cast<uintptr_t>(array.data()) % alignof(T) == 0 || array.size() == 0) return;

@@ -1,4 +1,4 @@
-// Binds the lane that copies to and from a CUDA device, and memory on the device.
+// Binds the lane that copies pages to and from a CUDA device, and the class for memory on the device.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,7 +32,8 @@ std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kern
                       " bytes: must not be negative");
   }
   auto digests =
-      std::make_unique<DigestCrew>(digest_threads);  // made first: its error message names the bad argument
+      // Made first, because its error message names the bad argument.
+      std::make_unique<DigestCrew>(digest_threads);
   return released_without_gil(std::make_shared<cuda::CudaLane>(
       cuda::Device::open(device), cuda::copy_kernels(),
       cuda::CopySwitches{batch, kernel, {load_kernel_below, store_kernel_below}}, std::move(digests)));

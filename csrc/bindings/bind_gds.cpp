@@ -1,4 +1,4 @@
-// Binds the direct transfers (GPUDirect Storage) between files and the engine's pool.
+// Binds the direct transfers (GPUDirect Storage) between files and the inference engine's pool.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,8 +29,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Converts the argument `ssd_files`. Iterates over a copy of the mapping's items, because converting an item
-// may run Python code that changes the mapping.
+// Converts the argument `ssd_files`. The loop iterates over a copy of the mapping's items, because converting
+// an item may run Python code that changes the mapping.
 std::map<int32_t, List<std::string>> files_of(const py::object& mapping) {
   if (PyMapping_Check(mapping.ptr()) == 0 || !py::hasattr(mapping, "items")) {
     throw py::type_error("ssd_files must map device numbers to lists of paths");
@@ -158,7 +158,7 @@ void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, cons
   }
 }
 
-// Returns, for each repeat, the seconds that the transform took and the seconds that a plain copy took.
+// Returns one pair per repeat: the seconds that the transform took, and the seconds that a plain copy took.
 std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, int32_t layers,
                                                        int64_t run_bytes, int64_t blocks, bool into_pool,
                                                        bool whole_device, int32_t repeats) {
@@ -172,8 +172,8 @@ std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, in
   return times;
 }
 
-// Binds a function that transfers to or from raw files. Its arguments are those that all such functions have,
-// followed by `more`.
+// Binds a function that transfers to or from raw files. Its arguments are those that all functions for raw
+// files have, followed by `more`.
 template <typename Function, typename... More>
 void def_raw_transfer(py::module_& m, const char* name, Function&& function, More&&... more) {
   m.def(name, std::forward<Function>(function), py::arg("gds_manager"), py::arg("gpu_layer_id_list"),

@@ -1,4 +1,4 @@
-// Binds the lane that moves pages directly between the engine's pool and the slabs on disk.
+// Binds the lane that moves pages directly between the inference engine's pool and the slabs on disk.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -52,8 +52,8 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                                static_cast<int32_t>(at)};
     }
   }
-  // The GDS manager needs no deadlines: the transfer engine's watchdog finds transfers that hang. It prevents
-  // reuse of their blocks and disk slots until they end.
+  // The GDS manager needs no deadlines: the transfer engine's watchdog finds transfers that hang. The
+  // watchdog also prevents that their blocks and disk slots are reused before they end.
   const GdsOptions options{.threads_per_device = threads_per_device,
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,

@@ -1,4 +1,4 @@
-// Binds the block index of csrc/index. Calls keep the GIL, because they take microseconds, and because a
+// Binds the block index of csrc/index. Calls do not release the GIL: they take only microseconds, and a
 // statistics thread must not read the index in the middle of a change.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -39,8 +39,8 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
-// Returns an array over the vector's own memory. Copies the values instead if the vector's capacity is much
-// larger than its size: Python may keep the array, and so all this memory, for a long time.
+// Returns an array over the vector's own memory. But if the vector's capacity is much larger than its size,
+// copies the values, because Python may keep the array, and so all of the vector's memory, for a long time.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

@@ -23,9 +23,9 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Unit: tokens. The maximum number of tokens that one call of tail_keys hashes. This maximum takes some
-// seconds, with the GIL held. A tail is shorter than a block, and all tails of one 4096-token block have
-// 2**23 tokens together.
+// Unit: tokens. The maximum number of tokens that one call of tail_keys hashes. Hashing this many tokens
+// takes some seconds, with the GIL held. A tail is shorter than a block; all possible tails of a block of
+// 4096 tokens together have 2**23 tokens.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
 std::span<const uint8_t> span_of(const py::bytes& value) {
@@ -61,8 +61,8 @@ py::array view_of_rows(const RowBuffer& rows) {
   return view;
 }
 
-// Returns the index of the first item of a list that a chain does not have yet. The list starts at block (or
-// token) `start` of the chain, and the chain already has its first `done` items. Throws ContractError if
+// Returns the index, in a list, of the first item that a chain does not have yet. The list starts at block
+// (or token) `start` of the chain, and the chain already has its first `done` items. Throws ContractError if
 // `start` is greater than `done`.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
@@ -103,7 +103,8 @@ size_t extend_tokens(TokenChain& chain, py::handle tokens, size_t start) {
   if (whole <= blocks) return 0;
   const size_t count = whole - blocks;
   const auto ids = read_tokens(tokens, begin, chain.tokens_read(count));
-  // Reading a token that is not an int calls its __index__, which may run any code and thus change the chain.
+  // If a token is not an int, reading it calls its __index__, which may run any code and so may change the
+  // chain.
   if (chain.blocks() != blocks) throw ContractError("extend: the chain was changed while tokens were read");
   chain.append(ids, count);
   return count;

@@ -1,4 +1,4 @@
-// Binds views, slot images, copies in host memory, digests and page conversions.
+// Binds views of pools, slot images, copies in host memory, digests and page conversions.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,7 +27,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-constexpr int kColumns = 5;  // base, block_stride, run_bytes, page_offset, layer
+constexpr int kColumns = 5;  // the columns of a RunArray: base, block_stride, run_bytes, page_offset, layer
 using RunArray = py::array_t<int64_t, py::array::c_style>;
 
 std::vector<Segment> to_segments(const RunArray& rows) {
@@ -102,7 +102,7 @@ void bind_slot_image(py::module_& m) {
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      // py::is_operator makes the result NotImplemented, instead of an error, if the other object has a
+      // py::is_operator makes the result NotImplemented, instead of an error, if the second object has a
       // different class.
       .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
@@ -176,8 +176,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// The types of arguments for orders. They are tuples because pybind11, for a std::array, accepts a sequence
-// that yields fewer items than its length claims.
+// The types of arguments that describe an order of elements. They are tuples and not std::arrays: for a
+// std::array, pybind11 would accept a sequence that yields fewer items than its length promises.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

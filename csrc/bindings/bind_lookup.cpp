@@ -1,5 +1,5 @@
-// Binds lookups over all tiers. Calls keep the GIL, as the calls of the block index do. The arrays of a
-// lookup's result are made on demand, over the result's own memory.
+// Binds lookups over all tiers. Calls do not release the GIL, like the calls of the block index. The arrays
+// of a lookup's result are made on demand, over the result's own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -24,11 +24,11 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Converts the number of pages that a lookup may fetch. A negative number counts as 0; the number is negative
-// if more pages are reserved than allowed.
+// Converts the number of pages that a lookup may fetch. The number is negative if more pages are reserved
+// than allowed. A negative number counts as 0.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-// Unit: tokens. The length of the longest request; for a longer one, products could overflow.
+// Unit: tokens. The maximum length of a request. With longer requests, products could overflow.
 constexpr int64_t kMostRequestTokens = int64_t{1} << 40;
 
 RuleKind rule_kind(const std::string& name) {
@@ -89,7 +89,7 @@ py::object look(TierLookup& lookup, const List<py::array>& keys, int64_t start_b
     const auto all = keys_of(of_group);
     offered.push_back(all.subspan(std::min(all.size(), static_cast<size_t>(start_block))));
   }
-  // Makes the Python object before the lookup, so that no page is leased yet if making the object fails.
+  // The Python object is made before the lookup. So if it cannot be made, no page has been leased yet.
   auto made = std::make_unique<Found>();
   Found& found = *made;
   py::object object = py::cast(std::move(made));
@@ -130,7 +130,7 @@ Slots runs_of(const FoundGroup& group) {
   return rows;
 }
 
-// Returns (tier, group, entries) for each tier and group that have expired entries.
+// Returns (tier, group, entries) for each pair of tier and group that has expired entries.
 py::list expired_of(const FoundPages& found) {
   py::list parts;
   for (size_t at = 0; at < found.expired.size();) {

@@ -1,4 +1,4 @@
-// Binds host pools, and functions that report memory and CUDA devices.
+// Binds host pools, and functions that report on memory and CUDA devices.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -82,15 +82,15 @@ py::list report(const HostPool& pool) {
   return extents;
 }
 
-// Returns a slot's memory as an array. The array keeps the pool, and thus the memory, alive.
+// Returns a slot's memory as an array. The array keeps the pool, and so the memory, alive.
 py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
   return py::array_t<uint8_t>({pool.geometry().slot_bytes}, {1}, reinterpret_cast<uint8_t*>(pool.slot(slot)),
                               self);
 }
 
-// Returns the memory from the start of `slot` to the end of the slot's extent, which is one contiguous
-// mapping.
+// Returns an array over the memory from the start of `slot` to the end of the slot's extent. The memory of an
+// extent is contiguous.
 py::array_t<uint8_t> extent_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
   auto* start = reinterpret_cast<uint8_t*>(pool.slot(slot));  // throws if there is no such slot

@@ -1,4 +1,4 @@
-// Binds the rotation of keys to new positions, and the checks of its arguments.
+// Binds the rotation of keys to new positions, and the checks of the rotation's arguments.
 #include <pybind11/pybind11.h>
 
 #include <string>

@@ -1,5 +1,5 @@
-// Binds csrc/share: boards, and the directory of other units' pages. Calls that copy pages or read boards run
-// without the GIL.
+// Binds csrc/share: boards (which list the pages in a unit's slots), and the directory of other units' pages.
+// Calls that copy pages or read boards run without the GIL.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -81,7 +81,7 @@ void show(SlotBoard& board, const Slots& slots, uint32_t group, const py::array&
   for (size_t i = 0; i < of.size(); ++i) board.publish(static_cast<uint32_t>(of[i]), group, named[i]);
 }
 
-// Maps a peer's pool. Throws ClosedError if the layout that the peer states is impossible.
+// Maps a peer's pool. Throws ClosedError if the pool cannot have the layout that the peer states.
 PeerPool map_peer_pool(const PoolFile& told) {
   const auto [fd, bytes, offset, slot_bytes, per_extent, stride] = told;
   const bool right = offset >= 0 && offset < bytes && slot_bytes > 0 && slot_bytes % 4096 == 0 &&

@@ -1,4 +1,4 @@
-// Binds the disk tier: page codecs, open slabs and the disk lane.
+// Binds the classes of the disk tier: page codecs, open slabs and the disk lane.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -44,11 +44,11 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
-// Deletes a slab whose last owner may be Python. Releases the GIL if this thread holds it: if the file's
-// server does not answer, closing the file waits, and this must not delay all Python threads.
+// Deletes a slab whose last owner may be Python. Releases the GIL if this thread holds it: closing the file
+// waits if the file's server does not answer, and this must not delay all Python threads.
 struct CloseWithoutGil {
   void operator()(SlabFile* slab) const {
-    // A lane's own thread does not hold the GIL, and after the end of the interpreter there is no GIL.
+    // A lane's own thread does not hold the GIL. After the interpreter has ended, there is no GIL.
     if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
       delete slab;
       return;
@@ -237,13 +237,14 @@ void bind_storage(py::module_& m) {
                                return py::make_tuple(to_path(f.path()), s.header_bytes, s.slot_bytes, s.slots,
                                                      s.id);
                              })
-      // Runs without the GIL, because a server that does not answer delays this check of the path.
+      // The check runs without the GIL, because it waits if the file's server does not answer.
       .def_property_readonly("in_place",
                              py::cpp_function(&SlabFile::in_place, py::call_guard<py::gil_scoped_release>()))
       .def(
           "offset",
           [](const SlabFile& f, int64_t slot) {
-            if (slot >= 0 && slot <= f.shape().slots) return f.offset(slot);  // `slots` gives the slab's end
+            // For slot number `slots`, offset() returns the slab's end.
+            if (slot >= 0 && slot <= f.shape().slots) return f.offset(slot);
             throw BlockRangeError("slot " + std::to_string(slot) + " of " + f.path() + ": allowed are [0, " +
                                   std::to_string(f.shape().slots) + "]");
           },

@@ -25,7 +25,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// A recorded point in a stream. Python can only pass it to submit().
+// A recorded point in a stream. The only use of this object in Python is to pass it to submit().
 struct StreamPoint {
   std::shared_ptr<StreamEvent> event;
 };
@@ -63,8 +63,8 @@ std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, c
 
 std::vector<OpResult> poll(TransferEngine& engine, size_t max_results) {
   // The inference engine polls in each of its steps, and usually no op has finished. has_results() takes no
-  // lock and keeps the GIL, so in the usual case the step waits neither for a lane's thread nor for another
-  // Python thread.
+  // lock and does not release the GIL. So if no op has finished, the step waits neither for a lane's thread
+  // nor for another Python thread.
   if (!engine.has_results()) return {};
   const py::gil_scoped_release release;
   return engine.poll(max_results);
@@ -109,8 +109,8 @@ py::list lanes(const TransferEngine& engine) {
   return list;
 }
 
-// Makes a transfer engine that is destroyed without the GIL, because the engine's destructor waits for its
-// threads.
+// Makes a transfer engine whose destructor runs without the GIL, because the destructor waits for the
+// engine's threads.
 std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMover>> mover,
                                             int32_t queue_ops, int32_t copy_threads, double op_stuck_s,
                                             List<std::shared_ptr<Lane>> lanes) {

@@ -1,5 +1,5 @@
-// Declares one binding function per area; bind_<area>.cpp defines it. module.cpp calls these functions. The
-// comments beside them say in which order.
+// Declares one binding function per area; bind_<area>.cpp defines it. module.cpp calls these functions.
+// Comments show where the order of the calls matters.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -9,15 +9,16 @@ namespace {
 
 using Dispatcher = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
-Dispatcher dispatcher = nullptr;  // pybind11's own dispatcher, the same for all functions of a module
+// Pybind11's own dispatcher, which is the same for all functions of a module.
+Dispatcher dispatcher = nullptr;
 
 // Calls pybind11's dispatcher, and converts an exception that leaves the dispatcher to a TypeError. This
-// function must neither be noexcept nor catch (...): a thread that ends while it waits for the GIL unwinds
-// through it.
+// function must neither be noexcept nor catch (...): if a thread ends while it waits for the GIL, its stack
+// is unwound through this function.
 PyObject* guarded(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   try {
     return dispatcher(self, arguments, count, names);
-  } catch (const std::exception& error) {  // includes error_already_set
+  } catch (const std::exception& error) {  // includes pybind11's error_already_set
     PyErr_Format(PyExc_TypeError, "arguments that fit no signature and cannot be shown: %s", error.what());
   }
   return nullptr;
@@ -34,8 +35,8 @@ void guard(py::handle function) {
   def->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded));
 }
 
-// Guards the functions of one member of a class or module. A property has two functions, one for reading and
-// one for writing.
+// Guards the functions of one member of a class or module. A property may have two functions, one for reading
+// and one for writing.
 void guard_member(py::handle member) {
   if (PyInstanceMethod_Check(member.ptr()) != 0) {
     guard(PyInstanceMethod_GET_FUNCTION(member.ptr()));

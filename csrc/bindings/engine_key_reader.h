@@ -8,12 +8,12 @@
 
 namespace flexkv {
 
-// The keys [begin, end) of a sequence. The reader does not own the keys, so it is valid only while the caller
-// holds the GIL and no Python code runs.
+// Gives access to the keys [begin, end) of a sequence. The reader does not own the keys, so it is valid only
+// as long as the caller holds the GIL and no Python code runs.
 class EngineKeyReader {
  public:
-  // Throws KeySchemeError if an item is not a bytes object, or does not have 16 to 64 bytes, the lengths of
-  // cryptographic hashes.
+  // Throws KeySchemeError if an item is not a bytes object, or does not have 16 to 64 bytes, as cryptographic
+  // hashes have.
   EngineKeyReader(pybind11::handle keys, size_t begin, size_t end);
 
   // Returns the number of keys in `keys`. Throws KeySchemeError if `keys` is neither a list, a tuple nor a

@@ -13,8 +13,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// References to the Python classes. They are never released, because flexkv.errors is never unloaded, and C++
-// code may still throw while the interpreter shuts down.
+// References to the Python classes. They are never released, because C++ code may still throw while the
+// interpreter shuts down. This is safe, because flexkv.errors is never unloaded.
 struct Classes {
   PyObject* base;
   PyObject* config;
@@ -66,7 +66,7 @@ void translate(std::exception_ptr pending) {
   } catch (const Error& e) {
     set(classes->base, e);
   } catch (const py::cast_error& e) {
-    set(PyExc_TypeError, e);  // pybind11 itself would raise RuntimeError
+    set(PyExc_TypeError, e);  // pybind11 itself would raise RuntimeError for a cast_error
   } catch (const std::bad_alloc&) {
     set_error(classes->capacity, "the native core has no memory for what this call asks for");
   } catch (const std::length_error& e) {

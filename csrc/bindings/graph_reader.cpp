@@ -1,5 +1,5 @@
-// Reads graphs that Python submits. It reads the fields of ops and edges by their names
-// (flexkv/transfer/graph.py).
+// Reads graphs that Python code submits. The fields of ops and edges are read by their names (see
+// flexkv/transfer/graph.py).
 #include "bindings/graph_reader.h"
 
 #include <pybind11/numpy.h>
@@ -22,7 +22,7 @@ using IdArray = py::array_t<int32_t, py::array::c_style>;
 template <typename T>
 std::vector<T> copy_of(const py::array_t<T, py::array::c_style>& array) {
   std::vector<T> copy(static_cast<size_t>(array.size()));
-  // Uses memcpy because the array may be unaligned.
+  // memcpy is used because the array may be unaligned.
   if (!copy.empty()) std::memcpy(copy.data(), array.data(), copy.size() * sizeof(T));
   return copy;
 }
@@ -39,8 +39,8 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
   return copy_of(py::reinterpret_borrow<IdArray>(object));
 }
 
-// Returns an op's array. Throws ContractError unless it is contiguous and has elements of type T and
-// `dimensions` dimensions. pybind11's casters would convert or copy an array that does not meet this.
+// Returns an op's array. Throws ContractError unless the array is contiguous and has elements of type T and
+// `dimensions` dimensions. (pybind11's casters would convert or copy any other array.)
 template <typename T>
 py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
                                             int dimensions, const std::string& needed) {
@@ -70,7 +70,8 @@ std::vector<int64_t> to_reads(const py::handle& object, int64_t op_id) {
       op_array<int64_t>(object, op_id, "reads", 1, "an int64 C-contiguous array of shape [pages]"));
 }
 
-// Returns the field `name` of an op or edge. Throws ContractError if there is none. `what` is "op" or "edge".
+// Returns the field `name` of an op or edge. Throws ContractError if there is no such field. `what` is "op"
+// or "edge".
 py::object field(const py::object& of, const char* what, const char* name) {
   PyObject* value = PyObject_GetAttrString(of.ptr(), name);
   if (value != nullptr) return py::reinterpret_steal<py::object>(value);

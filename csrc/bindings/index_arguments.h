@@ -24,7 +24,7 @@ inline std::span<const BlockKey> keys_of(const pybind11::array& keys) {
                          std::to_string(keys.ndim()) +
                          " dimensions; needed is a C-contiguous uint8 array of shape [blocks, 16]");
   }
-  // Views of key chains, and arrays that NumPy allocated, are aligned; a slice of other memory may be
+  // Views of key chains, and arrays that NumPy allocated, are aligned. An array over other memory may be
   // unaligned.
   if (reinterpret_cast<uintptr_t>(keys.data()) % alignof(BlockKey) != 0) {
     throw KeySchemeError("block keys do not lie on an 8-byte boundary");

@@ -1,4 +1,5 @@
-// Waits that a signal can interrupt, so that Ctrl-C reaches Python while the native core sleeps.
+// Functions that wait and that a signal can interrupt, so that Ctrl-C reaches Python while the native core
+// sleeps.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -8,12 +9,12 @@
 
 namespace flexkv {
 
-// Unit: seconds. The maximum time between the arrival of a signal and the run of its handler.
+// Unit: seconds. The maximum time between the arrival of a signal and the call of its handler.
 inline constexpr double kSignalLookS = 0.1;
 
-// Calls `wait(seconds)` without the GIL, in slices of at most kSignalLookS, until it returns true or
-// `deadline_s` has passed. Returns whether `wait` returned true. Throws the exception that a signal handler
-// raised. Precondition: the GIL is held.
+// Calls `wait(seconds)` without the GIL, in slices of at most kSignalLookS, until it returns true, or until
+// `deadline_s` seconds have passed. Returns whether `wait` returned true. Throws the exception that a signal
+// handler raised. Precondition: the GIL is held.
 template <typename Wait>
 bool wait_interruptibly(double deadline_s, Wait wait) {
   const auto deadline = deadline_in(deadline_s);
@@ -28,7 +29,7 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
-// Calls `work` without the GIL and returns its result. So other Python threads can run at the same time, and
+// Calls `work` without the GIL and returns its result. So other Python threads can run in the meantime, and
 // `work` may wait for a lock whose owner needs the GIL. Precondition: the GIL is held.
 template <typename Work>
 auto without_gil(Work work) {
@@ -36,8 +37,8 @@ auto without_gil(Work work) {
   return work();
 }
 
-// Returns a shared_ptr that releases `inner` without the GIL, because destroying the object may have to join
-// threads.
+// Returns a shared_ptr to the object of `inner`. The object is destroyed without the GIL, because destroying
+// the object may have to join threads.
 template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> inner) {
   T* object = inner.get();

@@ -1,6 +1,6 @@
-// Reads any Python sequence safely. It holds a reference to each item during the item's conversion, and
-// limits the length. It reports an error if the sequence shrinks during the conversion. pybind11's own caster
-// would reserve memory for as many items as `__len__` claims.
+// Reads any Python sequence safely. The code holds a reference to each item while it converts the item,
+// limits the length, and reports an error if the sequence shrinks during the conversion. pybind11's own
+// caster would reserve memory for as many items as `__len__` claims.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,8 +13,8 @@
 
 namespace flexkv {
 
-// Unit: items. The maximum length. A longer sequence is a mistake by the caller, and may be endless.
-// Converting it could use up all memory.
+// Unit: items. The maximum length of a sequence. A longer sequence is a mistake by the caller. It may even be
+// endless, so that converting it would use up all memory.
 inline constexpr size_t kMostListItems = size_t{1} << 20;
 
 template <typename T>
@@ -26,8 +26,8 @@ inline bool is_list(pybind11::handle object) {
          PyBytes_Check(object.ptr()) == 0;
 }
 
-// Calls `visit(item)` for each item of a sequence until `visit` returns false. Returns whether it visited all
-// items. Throws ContractError if the sequence is too long or shrinks during the visit. Throws also any
+// Calls `visit(item)` for each item of a sequence until `visit` returns false. Returns whether all items were
+// visited. Throws ContractError if the sequence is too long or shrinks in the meantime. Also throws any
 // exception that the sequence's own methods raise.
 template <typename Visit>
 bool visit_items(pybind11::handle sequence, Visit visit) {

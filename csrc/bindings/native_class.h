@@ -1,10 +1,10 @@
-// Checks arguments that are objects of bound classes. A call raises TypeError before the function runs if
-// such an argument is None, or an object whose __init__ has not run (made by `cls.__new__(cls)`, or still
-// under construction in another thread). pybind11 alone would pass a null pointer for None and uninitialised
-// memory for such an object.
+// Checks arguments that are objects of bound classes. If such an argument is None, the call raises TypeError
+// before the function runs. It also does so if the argument is an object whose __init__ has not run (made by
+// `cls.__new__(cls)`, or still under construction in another thread). pybind11 alone would pass a null
+// pointer for None and uninitialised memory for such an object.
 //
-// Every file that binds such a class or takes one as an argument must include this header. An argument that
-// may be None is a std::optional.
+// Every file that binds such a class, or has a function that takes such an object, must include this header.
+// An argument that may be None is a std::optional.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -65,8 +65,8 @@ concept NativeClass = kIsNativeClass<T>;
 template <NativeClass T, typename... More>
 using NativeBinding = pybind11::class_<T, More...>;
 
-// Whether `object` is an instance of `type`. Returns false for None and for objects of different classes.
-// Throws TypeError if the object's __init__ has not run.
+// Returns whether `object` is an instance of `type`; false for None and for objects of other classes. Throws
+// TypeError if the object is such an instance, but its __init__ has not run.
 inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
   if (type == nullptr || object.is_none()) return false;
   if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;

@@ -35,7 +35,7 @@ const T* table(const TensorArgument& argument, int64_t rows) {
   return static_cast<const T*>(argument.data());
 }
 
-// The arguments of a rotation, and the tensors that hold them.
+// The arguments of a rotation, and the tensors that own the arguments' memory.
 struct Rotation {
   TensorArgument from, to, from_at, to_at, which, turns;
   RotationRows rows;
@@ -73,9 +73,8 @@ struct Rotation {
     if (to.on_host() != from.on_host()) differ(to, from);
   }
 
-  // Throws GeometryError unless all tables are in host memory (`on_host` is true) or all are on the GPU
-  // (false). The message names a table that is in the wrong memory, and says that it must be in the same
-  // memory as `like`.
+  // If `on_host` is true, all tables must be in host memory, otherwise on the GPU. Throws GeometryError if a
+  // table is not. The error message names the table, and says that it must be in the same memory as `like`.
   void require_tables(bool on_host, const TensorArgument& like) const {
     for (const TensorArgument* argument : {&turns, &from_at, &to_at, &which}) {
       if (argument->on_host() != on_host) differ(*argument, like);

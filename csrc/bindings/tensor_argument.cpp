@@ -32,7 +32,7 @@ constexpr Py_ssize_t kShownErrorCharacters = 200;
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
 // Returns the tensor's DLPack capsule. If the tensor's library raises BufferError, throws GeometryError,
-// which names the argument. NumPy raises BufferError for a read-only array, other libraries raise it for
+// which names the argument. NumPy raises BufferError for a read-only array. Other libraries raise it for
 // tensors that they cannot share.
 py::object capsule_of(const py::object& tensor, const std::string& name) {
   try {
@@ -43,7 +43,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
   }
 }
 
-// Returns the part of a dtype's text after the last dot: "int64" for "torch.int64" and for "int64".
+// Returns the part of a dtype's name after the last dot: "int64" for "torch.int64" and for "int64".
 std::string last_word(const std::string& dtype) {
   const size_t dot = dtype.rfind('.');
   return dot == std::string::npos ? dtype : dtype.substr(dot + 1);

@@ -1,5 +1,5 @@
-// A function argument that is a tensor of any library: an object that has data_ptr(), as a torch tensor has,
-// or that supports DLPack.
+// A function argument that is a tensor of any library. A tensor is an object that has a method data_ptr(), as
+// a torch tensor has, or that supports DLPack.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -10,19 +10,19 @@
 
 namespace flexkv {
 
-// Keeps the tensor object, and thus the tensor's memory, alive. Construct and destroy a TensorArgument with
-// the GIL held.
+// Keeps the tensor object, and so the tensor's memory, alive. The GIL must be held when a TensorArgument is
+// constructed or destroyed.
 class TensorArgument {
  public:
-  // Throws GeometryError, which names the argument, unless `object` is a contiguous tensor. Does not check
-  // the address that the object reports.
+  // Throws GeometryError, whose text names the argument, if `object` is not a contiguous tensor. Does not
+  // check whether the address that the object reports is valid.
   TensorArgument(pybind11::object object, std::string name);
 
   void* data() const { return data_; }
   int64_t bytes() const { return count_ * item_bytes_; }
   bool on_host() const { return on_host_; }
   const std::string& name() const { return name_; }
-  // Throws GeometryError unless the address is a multiple of `bytes`.
+  // Throws GeometryError if the tensor's address is not a multiple of `bytes`.
   void require_aligned(size_t bytes) const;
 
   // int32s() and int64s() return the elements of a tensor in host memory. They throw GeometryError if the

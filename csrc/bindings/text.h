@@ -1,5 +1,5 @@
-// Decodes text from the native core for Python, in any encoding. A file name or an error message may have
-// bytes that are not UTF-8; they must not cause a UnicodeDecodeError.
+// Decodes text from the native core for Python. The text, for example a file name or an error message, may
+// have bytes that are not UTF-8. These must not cause a UnicodeDecodeError.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -18,14 +18,15 @@ inline pybind11::str to_text(const std::string& text) {
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// Decodes a path as Python's os functions do, so that bytes that are not UTF-8 survive a round trip.
+// Decodes a path in the same way as Python's os functions. So bytes that are not UTF-8 are the same again
+// when Python encodes the path.
 inline pybind11::str to_path(const std::string& path) {
   PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
   if (decoded == nullptr) throw pybind11::error_already_set();
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// Returns the repr of a Python object for an error message, cut to `most` characters.
+// Returns the repr of a Python object for an error message, shortened to `most` characters.
 inline std::string shown(pybind11::handle object, Py_ssize_t most) {
   const pybind11::str whole = pybind11::repr(object);
   const Py_ssize_t length = PyUnicode_GetLength(whole.ptr());

@@ -16,8 +16,9 @@ namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
 constexpr Py_ssize_t kShownTokenCharacters = 80;
-// Unit: tokens per call. The maximum length, about a hundred times the longest context in use. A longer array
-// is a mistake, such as one number that was broadcast to many. flexkv rejects it before it allocates memory.
+// Unit: tokens per call. The maximum length of an array of tokens. It is about a hundred times the longest
+// context in use. A longer array is a mistake, for example one number that was broadcast to many elements.
+// Such an array is rejected before memory is allocated.
 constexpr size_t kMostTokensInCall = size_t{1} << 27;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {
@@ -101,7 +102,8 @@ std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count)
   }
   std::vector<uint32_t> out(count);
   for (size_t i = 0; i < count; ++i) {
-    // Checks the size again for every item, because an item's __index__ may run code that shortens the list.
+    // The size is checked again for every item, because an item's __index__ may run code that shortens the
+    // list.
     if (begin + i >= static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens.ptr()))) {
       throw TokenError("the token list became shorter while it was read");
     }

@@ -9,11 +9,11 @@
 namespace flexkv {
 
 struct MoveCount {
-  int64_t moves = 0;   // number of calls that returned OK; a page that is moved layer by layer takes one call
-                       // per layer
+  // Number of calls that returned OK. A page that is moved layer by layer takes one call per layer.
+  int64_t moves = 0;
   int64_t failed = 0;  // number of calls that did not return OK
   int64_t bytes = 0;   // number of bytes moved by calls that returned OK
-  double busy_s = 0;   // seconds spent in calls, summed over threads
+  double busy_s = 0;   // seconds spent in calls, added up over all threads
 };
 
 class CountingMover : public PageMover {

@@ -53,7 +53,7 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
 }
 
 // If no rule matches any of the calls, passes all of them to the inner FileIo at once; otherwise passes them
-// one by one.
+// one after another.
 void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   std::vector<std::optional<FileFaultRule>> rules;
   bool any = false;

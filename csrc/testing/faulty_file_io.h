@@ -14,25 +14,26 @@
 namespace flexkv {
 
 enum class IoFault : int32_t {
-  kFail,     // no byte is moved; the call fails with `reason`
+  kFail,     // no byte is moved, and the call fails with the text `reason`
   kShort,    // half of the bytes are moved, and no error is reported
   kDelay,    // the bytes are moved after `delay_s` seconds
   kStall,    // the bytes are moved after release()
   kCorrupt,  // all bytes are moved, but the middle byte is damaged
 };
 
-// A fault, and conditions on the calls that get it. A rule matches a call if the call meets all conditions
-// that are set. If several rules match, only the first one acts.
+// A rule: a fault, and conditions for the calls in which the fault is injected. A rule matches a call if the
+// call meets all conditions that are set. If several rules match, only the first one acts.
 struct FileFaultRule {
   IoFault fault = IoFault::kFail;
-  std::optional<bool> write = {};      // whether the call writes
-  std::optional<int64_t> offset = {};  // a byte of the file that the call reads or writes
+  std::optional<bool> write = {};  // condition: whether the call writes
+  // Condition: this byte of the file is among those that the call reads or writes.
+  std::optional<int64_t> offset = {};
   std::optional<int32_t> device = {};
   std::string reason = "Input/output error";
   double delay_s = 0;
-  int64_t times = -1;      // how often the rule acts; -1: always
-  bool of_memory = false;  // for kFail: whether the error is reported as one of the memory instead of the
-                           // disk
+  int64_t times = -1;  // how many times the rule acts; -1: without limit
+  // For kFail: whether the error is reported as an error of the memory instead of the disk.
+  bool of_memory = false;
 };
 
 class FaultyFileIo : public FileIo {
@@ -53,7 +54,8 @@ class FaultyFileIo : public FileIo {
 
   // Lets stalled calls continue. Later calls do not stall any more.
   void release() { stalls_.release(); }
-  // Waits until at least `count` calls are stalled at once. Returns false if the deadline passes first.
+  // Waits until at least `count` calls are stalled at the same time. Returns false if the deadline passes
+  // first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
   int64_t in_flight() const;
   int64_t acted() const;

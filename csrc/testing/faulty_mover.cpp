@@ -8,10 +8,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: ops. How many ops' numbers the mover remembers. The queues of a transfer engine hold fewer ops at
-// their default size, so the mover never drops the number of an op in flight.
+// Unit: ops. The maximum number of ops whose numbers the mover remembers. With the default size of a transfer
+// engine's queues, fewer ops are in flight, so the mover never forgets the number of an op in flight.
 constexpr size_t kRememberedOps = 16384;
-// Damages a byte by an exclusive OR with this value.
+// To damage a byte, the mover computes its exclusive OR with this value.
 constexpr std::byte kDamage{0x5A};
 
 template <typename T, typename U>

@@ -13,28 +13,28 @@
 namespace flexkv {
 
 enum class FaultAction : int32_t {
-  kFail,     // no byte is moved; the page fails with `reason`
+  kFail,     // no byte is moved, and the page fails with the text `reason`
   kDelay,    // the page is moved after `delay_s` seconds
   kStall,    // the page is moved after release()
   kCorrupt,  // the page is moved, then its bytes at the destination are damaged; the call returns OK
 };
 
-// A fault, and conditions on the calls that get it. A rule matches a call if the call meets all conditions
-// that are set. If several rules match, only the first one acts.
+// A rule: a fault, and conditions for the calls in which the fault is injected. A rule matches a call if the
+// call meets all conditions that are set. If several rules match, only the first one acts.
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
   std::optional<OpKind> kind = {};
-  // Number of the op, counted from 0 over the ops that reach the mover. If `kind` is set, only ops of that
-  // kind are counted.
+  // Condition: number of the op. The ops that reach the mover are counted from 0; if `kind` is set, only ops
+  // of that kind are counted.
   std::optional<int64_t> nth_op = {};
-  std::optional<int32_t> page = {};   // position of the page in the op
-  std::optional<int32_t> layer = {};  // a layer that the call moves
+  std::optional<int32_t> page = {};   // condition: position of the page in the op
+  std::optional<int32_t> layer = {};  // condition: the call moves this layer
   std::optional<int32_t> block = {};
   std::optional<int32_t> slot = {};
   std::string reason = "injected fault";
   double delay_s = 0;
-  int64_t corrupt_bytes = 0;  // number of bytes to damage, from the first one moved; 0: all
-  int64_t times = -1;         // how often the rule acts; -1: always
+  int64_t corrupt_bytes = 0;  // number of bytes to damage, beginning with the first byte moved; 0: all bytes
+  int64_t times = -1;         // how many times the rule acts; -1: without limit
 };
 
 class FaultyMover : public PageMover {
@@ -45,10 +45,11 @@ class FaultyMover : public PageMover {
 
   // Lets stalled calls continue. Later calls do not stall any more.
   void release() { stalls_.release(); }
-  int64_t calls() const;                              // number of calls of move(), over all kinds
+  int64_t calls() const;                              // number of calls of move() so far, for all kinds of op
   int64_t stalled() const { return stalls_.held(); }  // number of calls that are stalled at present
-  int64_t acted() const;                              // number of calls in which a rule acted
-  // Waits until at least `count` calls are stalled at once. Returns false if the deadline passes first.
+  int64_t acted() const;                              // number of calls so far in which a rule acted
+  // Waits until at least `count` calls are stalled at the same time. Returns false if the deadline passes
+  // first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
 
  private:
@@ -58,8 +59,8 @@ class FaultyMover : public PageMover {
   std::shared_ptr<PageMover> inner_;
   mutable std::mutex mutex_;
   std::vector<FaultRule> rules_;
-  // For each op id, the number of the op, counted over all kinds and over its own kind. Has only the ops with
-  // the highest ids.
+  // For each op id, two numbers of the op: its number among all ops, and its number among the ops of its own
+  // kind. Only the ops with the highest ids are listed.
   std::map<int64_t, std::pair<int64_t, int64_t>> ordinals_;
   int64_t ops_seen_ = 0;
   std::map<OpKind, int64_t> ops_seen_of_;

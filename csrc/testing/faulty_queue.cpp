@@ -107,8 +107,8 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // To damage a write, flips a bit of the write's buffer and flips it back when the write has finished.
-      // The bytes of a write can be changed only in its buffer.
+      // To damage a write, a bit of the write's buffer is flipped, and flipped back when the write has
+      // finished. There is no other way to change the bytes that are written.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -138,8 +138,8 @@ void FaultyQueue::spoil(IoDone& done) {
 
 void FaultyQueue::wait(std::vector<IoDone>& done) {
   if (!ready_.empty()) {
-    inner_->wake();  // makes the inner queue's wait() return at once, with the I/Os that have finished, if
-                     // any
+    // Makes the inner queue's wait() return at once, with the I/Os that have finished, if any.
+    inner_->wake();
   }
   let_go();
   const size_t before = done.size();
@@ -154,8 +154,8 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// From index `before` on, `done` has the I/Os that the inner queue has just finished. Flips the damaged bit
-// of each marked I/O among them. Then appends the I/Os that never reached the inner queue.
+// From index `before` on, `done` has the I/Os that the inner queue has just finished. Flips the bit of each
+// marked I/O among these. Then appends the I/Os that never reached the inner queue.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());

@@ -17,22 +17,23 @@ enum class IoFaultAction : int32_t {
   kStall,    // the I/O begins only after release()
 };
 
-// A fault, and conditions on the I/Os that get it. A rule matches an I/O if the I/O meets all conditions that
-// are set. If several rules match, only the first one acts.
+// A rule: a fault, and conditions for the I/Os in which the fault is injected. A rule matches an I/O if the
+// I/O meets all conditions that are set. If several rules match, only the first one acts.
 struct IoFaultRule {
   IoFaultAction action = IoFaultAction::kFail;
-  std::optional<bool> write = {};  // whether the I/O writes
+  std::optional<bool> write = {};  // condition: whether the I/O writes
   std::optional<int32_t> disk = {};
-  // Number of the I/O, counted from 0 over the I/Os that meet all other conditions of the rule.
+  // Condition: number of the I/O. The I/Os that meet all other conditions of the rule are counted from 0.
   std::optional<int64_t> nth = {};
-  std::optional<int64_t> offset = {};  // a byte of the file that the I/O reads or writes
-  int32_t error = 5;                   // errno for kFail; 5 is EIO
-  int64_t bytes = 0;                   // for kShort and kCorrupt
-  int64_t times = -1;                  // how often the rule acts; -1: always
-  int64_t seen = 0;                    // number of I/Os that have met all conditions except `nth`
+  // Condition: this byte of the file is among those that the I/O reads or writes.
+  std::optional<int64_t> offset = {};
+  int32_t error = 5;   // for kFail: the errno; 5 is EIO
+  int64_t bytes = 0;   // its meaning: see kShort and kCorrupt
+  int64_t times = -1;  // how many times the rule acts; -1: without limit
+  int64_t seen = 0;    // number of I/Os that have met all conditions except `nth`
 };
 
-// The fault rules that the queues of all disks use. Thread-safe.
+// The fault rules for the queues of all disks. Thread-safe.
 class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaults> {
  public:
   explicit IoFaults(std::vector<IoFaultRule> rules) : rules_(std::move(rules)) {}
@@ -46,7 +47,7 @@ class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaul
   int64_t acted() const;
   void count_stalled(int64_t change);
   bool wait_stalled(int64_t count, double deadline_s);
-  // Makes each later release() wake this queue, until forget() is called for the queue.
+  // Makes each later release() wake `queue`, until forget() is called for the queue.
   void on_release(IoQueue* queue);
   void forget(IoQueue* queue);
 
@@ -88,9 +89,9 @@ class FaultyQueue : public IoQueue {
   std::unique_ptr<IoQueue> inner_;
   std::shared_ptr<IoFaults> faults_;
   int32_t disk_;
-  std::vector<IoDone> ready_;   // finished I/Os that moved no byte
+  std::vector<IoDone> ready_;   // finished I/Os that never reached the inner queue
   std::vector<Held> held_;      // stalled I/Os
-  std::vector<Marked> marked_;  // I/Os in flight with kCorrupt
+  std::vector<Marked> marked_;  // I/Os in flight with the fault kCorrupt
 };
 
 }  // namespace flexkv

@@ -1,4 +1,5 @@
-// A decorator around a transform device that injects GPU errors, with the texts of CUDA errors.
+// A decorator around a transform device that injects GPU errors. The injected errors have the texts of CUDA
+// errors.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -12,7 +13,7 @@ class FaultyTransformDevice : public TransformDeviceAround {
  public:
   using TransformDeviceAround::TransformDeviceAround;
 
-  // Makes the next `count` batches fail after their bytes have moved.
+  // Makes the next `count` batches fail after their bytes have been moved.
   void fail_batches(int64_t count) { failing_batches_ = count; }
   // Sets whether later calls of bind_thread() fail, as they do in threads that cannot use the device.
   void fail_threads(bool fail) { failing_threads_ = fail; }

@@ -8,8 +8,8 @@
 namespace flexkv {
 namespace {
 
-// Does the reduction that a warp does with shuffles: adds the sums of pairs of lanes, at half the distance in
-// each step, until one sum per digest lane is left. Then folds these sums.
+// Does the reduction that a warp does with shuffles: adds the sums of pairs of lanes until one sum per digest
+// lane is left. In each step, the distance between the two lanes of a pair is halved. Then folds these sums.
 uint64_t reduce_and_fold(std::array<LaneSums, kWarpLanes>& sums) {
   for (int distance = kWarpLanes / 2; distance >= kDigestLanes; distance /= 2) {
     for (int lane = 0; lane < distance; ++lane) {

@@ -34,7 +34,7 @@ class StallGate {
     const std::lock_guard lock(mutex_);
     return held_;
   }
-  // Waits until at least `count` calls are held at once. Returns false if the deadline passes first.
+  // Waits until at least `count` calls are held at the same time. Returns false if the deadline passes first.
   bool wait_held(int64_t count, double deadline_s) const {
     std::unique_lock lock(mutex_);
     return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return held_ >= count; });

@@ -1,5 +1,5 @@
-// The base class of decorators around a transform device. It forwards to the inner device every call that the
-// decorator does not override.
+// The base class of decorators around a transform device. It passes every call that the decorator does not
+// override on to the inner device.
 #pragma once
 #include <memory>
 #include <string>

@@ -25,8 +25,8 @@ struct OneThread {
 
 using WarpSums = std::array<LaneLeafSums, kTransformLanes>;
 
-// Does the reduction that the kernel does with shuffles: adds the sums of pairs of lanes, at half the
-// distance in each step, until one sum per group is left. Then folds these sums.
+// Does the reduction that the kernel does with shuffles: adds the sums of pairs of lanes until one sum per
+// group is left. In each step, the distance between the two lanes of a pair is halved. Then folds these sums.
 uint64_t reduce_and_fold_leaf(WarpSums& sums) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     for (int lane = 0; lane < distance; ++lane) {

@@ -10,12 +10,12 @@
 
 namespace flexkv {
 
-// Runs a batch with one warp per leaf. Goes through pages, leaves and lanes from the last to the first,
-// because the result must not depend on their order.
+// Runs a batch with one warp per leaf. Processes pages, leaves and lanes from the last to the first, to show
+// that the result does not depend on their order.
 void transform_lane_by_lane(const TransformBatch& batch);
 
-// Returns a device in host memory, like host_transform_device(), whose launch() calls `run` for each batch
-// and returns when `run` has returned.
+// Returns a device in host memory, similar to host_transform_device(). Its launch() calls `run` for each
+// batch and returns when `run` has returned.
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 

@@ -1,5 +1,5 @@
-// Binds a fake GPU: a CUDA lane that uses the fake driver instead of NVIDIA's, and the inference engine's
-// stream. The fake GPU's memory is host memory, and each of its streams is a thread.
+// Binds a fake GPU: a CUDA lane that uses a fake driver instead of NVIDIA's, and the stream of a simulated
+// inference engine. The fake GPU's memory is host memory, and each of its streams is a thread.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,13 +20,13 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// At most one object may exist at a time, because the process has a single fake driver.
+// A fake GPU for tests. At most one object may exist at a time, because the process has a single fake driver.
 class FakeGpu {
  public:
   FakeGpu(std::optional<int64_t> load_kernel_below, std::optional<int64_t> store_kernel_below) {
     fake_cuda::reset();
-    // Discards a violation that an earlier test caused after its own check: Python may have freed that test's
-    // lane only after the test had ended.
+    // This call discards a violation that an earlier test caused after its own check of violations: Python
+    // may have freed that test's lane only after the test had ended.
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
@@ -51,10 +51,11 @@ class FakeGpu {
   }
   void drain() { fake_cuda::drain(stream_); }
 
-  // Enqueues `work` on the inference engine's stream. Precondition: the caller holds the GIL.
+  // Enqueues a call of `work` on the inference engine's stream. Precondition: the caller holds the GIL.
   void enqueue(py::function work) {
-    // Uses a pointer to the py::function, which the stream's thread deletes while it holds the GIL. A
-    // py::function captured by value would be copied with the std::function, possibly without the GIL.
+    // The lambda captures a pointer to the py::function; the stream's thread deletes the py::function while
+    // it holds the GIL. If the lambda captured the py::function by value, a copy of the std::function would
+    // copy it, possibly without the GIL.
     auto* held = new py::function(std::move(work));
     const py::gil_scoped_release release;
     fake_cuda::enqueue(stream_, [held] {

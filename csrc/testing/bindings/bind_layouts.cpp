@@ -1,5 +1,5 @@
 // Binds functions that return field offsets and constants from flexkv's declarations for the CUDA driver and
-// cuFile. Tests compare them with NVIDIA's own bindings.
+// cuFile. Tests compare these values with NVIDIA's own bindings.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Adds a field to `layout`, which maps a field's name to its offset and size in bytes. The empty name stands
-// for the complete structure.
+// Adds a field to `layout`, which maps a field's name to its offset and size in bytes. The entry with the
+// empty name is the complete structure.
 #define FLEXKV_FIELD(type, field) layout[#field] = py::make_tuple(offsetof(type, field), sizeof(type::field))
 
 py::dict whole(size_t bytes) {
@@ -49,7 +49,7 @@ py::dict cuda_layouts() {
   return all;
 }
 
-// Returns the values of flexkv's constants for the CUDA driver, by their names in cuda.h.
+// Returns the values of flexkv's constants for the CUDA driver, each under its name in cuda.h.
 py::dict cuda_constants() {
   py::dict all;
   all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;

@@ -1,4 +1,4 @@
-// The module tests.testing_ext: decorators and helpers for the native core's objects, which only tests use.
+// The module tests.testing_ext, which only tests use: decorators and helpers for the native core's objects.
 #include <pybind11/pybind11.h>
 
 #include "bindings/call_guard.h"
@@ -18,7 +18,7 @@ void bind_movers(py::module_& m);
 
 PYBIND11_MODULE(testing_ext, m) {
   m.doc() = "Faults, counts, a GPU's threads on the CPU and a fake GPU, around objects of flexkv.c_ext.";
-  py::module_::import("flexkv.c_ext");  // defines base classes of this module's classes
+  py::module_::import("flexkv.c_ext");  // needed because it defines base classes of this module's classes
   flexkv::bind_errors(m);
   flexkv::bind_movers(m);
   flexkv::bind_io_faults(m);
