@@ -31,9 +31,8 @@ std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kern
     throw ConfigError("the kernel copies runs below " + std::to_string(*below) +
                       " bytes: must not be negative");
   }
-  auto digests =
-      // Made first, because its error message names the bad argument.
-      std::make_unique<DigestCrew>(digest_threads);
+  // The crew is made first, because its error message names the bad argument.
+  auto digests = std::make_unique<DigestCrew>(digest_threads);
   return released_without_gil(std::make_shared<cuda::CudaLane>(
       cuda::Device::open(device), cuda::copy_kernels(),
       cuda::CopySwitches{batch, kernel, {load_kernel_below, store_kernel_below}}, std::move(digests)));

@@ -32,8 +32,8 @@ class CufileIo : public FileIo {
   // Returns kDirect only if the memory is registered and the last observed calls on the file were direct.
   IoRoute route(const IoCall& call) const override;
   std::string direct_refusal() const override;
-  // Returns one call per file, which reads from the start of the file, for each file whose route is not known
-  // yet. Returns no calls if cuFile does not count its calls.
+  // For each file whose route is not known yet, returns a call that reads from the start of the file. Returns
+  // no calls if cuFile does not count its calls.
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
   Registering registering() const override;
   std::string add_memory(void* memory, int64_t bytes) override;

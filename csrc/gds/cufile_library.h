@@ -23,8 +23,8 @@ struct CufileLibrary {
 FLEXKV_EXPORT void set_cufile_wheels(std::vector<std::string> paths);
 
 // Loads libcufile without opening its driver, so that no GPU is needed. If libcufile cannot be loaded,
-// returns nothing and sets `why` to a list of the places searched, each with the reason why it failed. The
-// library is never unloaded, because its threads may outlive all its users.
+// returns nothing and sets `why` to a list of the places searched, each with the reason why the library could
+// not be loaded from there. The library is never unloaded, because its threads may outlive all its users.
 FLEXKV_EXPORT std::optional<CufileLibrary> load_cufile(std::string* why);
 
 }  // namespace flexkv

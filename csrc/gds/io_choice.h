@@ -33,8 +33,8 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
                                                 const std::shared_ptr<TransformDevice>& device,
                                                 IoBackend backend = IoBackend::kAuto);
 
-// Returns why GPUDirect Storage cannot move bytes between any file on this machine and a GPU's memory, or an
-// empty string if it may be able to do so. Opens cuFile if there is a GPU.
+// Returns why GPUDirect Storage cannot move bytes between a GPU's memory and any file on this machine.
+// Returns an empty string if it may be able to do so. Opens cuFile if there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
 
 // Does the same as gpudirect_refusal(), with the cuFile that `open` opens. `device` is current only while

@@ -19,7 +19,7 @@ PageMap PageMap::file(std::vector<Segment> runs) {
     FileExtent* last = map.extents_.empty() ? nullptr : &map.extents_.back();
     if (last == nullptr || last->file_offset + last->bytes != in_file) {
       // The extent begins on a 4 KiB boundary of the slot. So the memory address is aligned whenever the file
-      // offset is.
+      // offset is aligned.
       map.extents_.push_back({in_file, round_up(map.slot_bytes_, kIoAlignBytes), 0});
       last = &map.extents_.back();
     }

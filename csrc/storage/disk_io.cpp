@@ -257,7 +257,7 @@ void Disk::io_done(const IoDone& done) {
 }
 
 // Finishes jobs in the order in which their I/Os finished, and appends their pages to `ended`. Stops after
-// verifying kCheckedBytesInRow bytes, so that the disk does not run out of I/Os in the meantime.
+// verifying kCheckedBytesInRow bytes: if it went on, the disk could run out of I/Os.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

@@ -151,7 +151,7 @@ bool Disk::has_space(const PageTask& task) const {
 }
 
 // Whether a write failed because the disk is full. If a file system runs out of space in the middle of a
-// write, it reports a short write and no error, so this checks how much space is left.
+// write, it reports a short write and no error, so this function checks how much space is left.
 bool Disk::is_full(const Job& job) const {
   if (job.error != 0) return job.error == ENOSPC || job.error == EDQUOT;
   struct statvfs space{};

@@ -20,8 +20,8 @@ namespace {
 // few MiB of memory. The limit matters while a disk hangs and the watchdog has not noticed it yet.
 constexpr size_t kMostQueuedPages = 65536;
 // Unit: checks. A disk counts as hung if its oldest job stays the same for this many checks. Checks are
-// counted instead of seconds because a process may be stopped for a while. When it resumes, no disk then
-// counts as hung. The transfer engine's watchdog has a constant with the same name and purpose.
+// counted instead of seconds, so that no disk counts as hung when a process resumes that was stopped for a
+// while. The transfer engine's watchdog has a constant with the same name and purpose.
 constexpr int32_t kLooksUntilStuck = 4;
 // Unit: seconds. join() waits for a write of zeros for at most `stuck_s` seconds, or for this time if
 // `stuck_s` is smaller.

@@ -8,8 +8,8 @@ namespace flexkv {
 namespace {
 
 // The first range has 1/kFirstOfLayers of the layers. For example, 32 layers are read in ranges of 2, 4, 8
-// and 18. If a page is 2 MiB, these ranges are read in reads of 128 KiB and more. Reads of single layers
-// would be 64 KiB each; with these, the measured drive reaches only 1.5 GB/s instead of 3.3.
+// and 18. If a page is 2 MiB, the smallest of these reads is 128 KiB. Reads of single layers would be 64 KiB
+// each; with them, the measured drive reaches only 1.5 GB/s instead of 3.3.
 constexpr int32_t kFirstOfLayers = 16;
 
 LayerReads plan_range(const PageCodec& codec, int32_t lo, int32_t hi) {

@@ -67,8 +67,8 @@ class PageCodec {
  public:
   // For each rank, `stripe_bytes` has the size of its stripe, and `runs` has its runs in ascending order of
   // their offsets. `host_digests`: whether device lanes write the run digests into the host slot. `group`:
-  // the number of the KV group, which the trailers record. Throws GeometryError if the runs do not fill the
-  // stripes or a layer has no run.
+  // the number of the KV group; it is recorded in the trailers. Throws GeometryError if the runs do not fill
+  // the stripes or a layer has no run.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
             bool host_digests, uint32_t group = 0);
 
@@ -86,13 +86,13 @@ class PageCodec {
   int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
   size_t num_runs() const { return runs_.size(); }
 
-  // Writes the trailer into `image`, which has image_bytes() bytes. Computes the run digests. But if
-  // host_digests() is set, uses the run digests that are already in the image. `written`: Unix seconds.
+  // Writes the trailer into `image`, which has image_bytes() bytes. Computes the run digests, unless
+  // host_digests() is set: the run digests are then already in the image. `written`: Unix seconds.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
   // Completes a trailer in a separate buffer that already contains the run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
   // Writes the trailer of the page in `image` to a separate buffer of image().trailer_bytes() bytes. Computes
-  // the run digests from the stripes. But if host_digests() is set, copies the run digests from the image.
+  // the run digests from the stripes, unless host_digests() is set: it then copies them from the image.
   void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
                   uint64_t written) const;
   // Checks that the trailer in `image` is undamaged and not expired, and that it records `place`, this group

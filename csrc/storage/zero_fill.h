@@ -18,8 +18,8 @@ inline constexpr int64_t kZeroFillBytes = int64_t{4} << 20;
 // limit, a large slab would be filled with zeros even if its pages never fill it.
 inline constexpr int64_t kZeroFillAheadBytes = int64_t{1} << 30;
 
-// Writes the zeros on one disk. Only the disk's I/O thread uses this object, and only while no other I/O is
-// in flight, because nothing else may write to the slabs during a write of zeros.
+// Writes zeros to the slabs of one disk. Only the disk's I/O thread uses this object, and only while no other
+// I/O is in flight, because nothing else may write to the slabs during a write of zeros.
 class ZeroFill {
  public:
   // `slabs`: the slab of each group; the same slab for groups that share it.

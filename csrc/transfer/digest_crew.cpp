@@ -79,7 +79,7 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Starts the crew's threads that do not run yet. If the system refuses to start a thread, this function
+// Starts the crew's threads that are not running yet. If the system refuses to start a thread, this function
 // returns, and the next job tries again to start it. Precondition: the caller holds the lock.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {

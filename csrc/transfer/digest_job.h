@@ -17,8 +17,8 @@ inline constexpr int64_t kDigestShareBytes = int64_t{256} << 10;
 
 enum class DigestWork { kCheck, kWrite };
 
-// The plan of one job at a time. One object is used for many jobs, one after another, so that the memory of
-// the plan is reused.
+// One job at a time: the plan of its shares, the work on a share, and the job's results. An object is used
+// for many jobs, one after another, so that its memory is reused.
 class DigestJob {
  public:
   // Begins a job: divides layers [lo, hi) of the page in each of `slots` into shares. `view` and `slots` must

@@ -34,8 +34,8 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
-// Marks all lanes as belonging to this transfer engine. If one of them already belongs to an engine, throws
-// ContractError and marks none.
+// Marks all lanes as belonging to this transfer engine. If one of them already belongs to a transfer engine,
+// throws ContractError and marks none.
 void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   for (size_t i = 0; i < lanes.size(); ++i) {
     if (lanes[i]->claim()) continue;
@@ -249,7 +249,7 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
 bool TransferEngine::forked() const { return getpid() != home_; }
 
 // Throws ClosedError in a forked child. Calls cannot work there, because the engine's threads, which do not
-// exist in the child, may have held its locks during the fork.
+// exist in the child, may have held the engine's locks during the fork.
 void TransferEngine::require_home(const char* what) const {
   if (forked())
     throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
@@ -269,8 +269,8 @@ void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
     check_stream(name_of(graph.ops[i], i), *lane, stream);
-    // The fences of a gated graph are recorded by open_layers(), because the work that writes its layers is
-    // not enqueued yet.
+    // The fences of a gated graph are recorded by open_layers(), because the work that writes the graph's
+    // layers is not enqueued yet.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
 }

@@ -95,10 +95,10 @@ class TransferEngine {
   // which may be before they have finished. For lanes without streams, callers give no `stream`, and
   // order_after() returns when the reads have finished.
   //
-  // `in_time` is false if the deadline passed; `stream` then does not wait. It is false at once if a store to
-  // disk waits behind a forward pass that still runs, because the disk's reads cannot be enqueued on a
-  // stream. Throws ContractError if the ticket was never returned, if `stream` is missing or refused as in
-  // submit(), or if `stream` is being captured into a CUDA graph.
+  // `in_time` is false if the deadline passed; `stream` then does not wait. It is false at once if an op that
+  // stores to disk waits behind a forward pass that is still running, because the reads of such an op cannot
+  // be enqueued on a stream. Throws ContractError if submit() never returned `ticket`, if `stream` is missing
+  // or refused as in submit(), or if `stream` is being captured into a CUDA graph.
   Ordered order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
   // Records a point after all work enqueued on `stream` so far. A graph that is submitted later can use the
   // returned event as its fence: its copies then start after that work. Throws ContractError if the engine's
@@ -106,8 +106,8 @@ class TransferEngine {
   std::shared_ptr<StreamEvent> record(StreamId stream);
   // Allows the gated graphs with these tickets to copy layers [0, layers). The copies start after the work
   // enqueued on `stream` so far, which writes these layers. Calling it again for the same layers has no
-  // effect. Throws ContractError if a ticket was never returned, or if `stream` is missing or refused as in
-  // submit(); throws BlockRangeError if a graph has fewer layers.
+  // effect. Throws ContractError if submit() never returned one of the tickets, or if `stream` is missing or
+  // refused as in submit(); throws BlockRangeError if a graph has fewer layers.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    std::optional<StreamId> stream = std::nullopt);
   int64_t cancel(int64_t ticket);

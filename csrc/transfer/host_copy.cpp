@@ -12,14 +12,15 @@ namespace {
 // Unit: bytes. Shorter runs are copied with memcpy: streaming (non-temporal) stores are no faster for short
 // runs, because aligning the destination and the fence take too long.
 constexpr size_t kStreamMinBytes = 512;
-// Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at a line.
+// Unit: bytes. The size of a cache line. Streaming stores fill complete lines only if they start at the
+// beginning of a line.
 constexpr size_t kLineBytes = 64;
 // Unit: bytes. stream_pair() copies two runs in alternation: this many bytes (eight vector registers) of one
 // run, then as many of the other run.
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Among the distances from 256 to 4,096, this was the
-// best on a Zen 3 core with the buffers of benchmarks/gather.py. It helps at the start of runs and of 4 KiB
-// memory pages, where the hardware prefetcher has not yet detected the access pattern.
+// best on a Zen 3 core with the buffers of benchmarks/gather.py. Prefetching helps at the start of runs and
+// of 4 KiB memory pages, where the hardware prefetcher has not yet detected the access pattern.
 constexpr size_t kPrefetchBytes = 512;
 
 // The remainder of a run that is being copied. `next`: the source of the run that will be copied after it;

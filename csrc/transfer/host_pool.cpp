@@ -32,7 +32,8 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
-// Returns how many bytes the header and the slots' arrivals take in the memfd, before the first slot.
+// Returns how many bytes the header and the records of slot arrivals take in the memfd, before the first
+// slot.
 int64_t head_bytes(const PoolGeometry& geometry) {
   return kIoAlignBytes + SlotArrivals::bytes_for(geometry.slots);
 }

@@ -42,8 +42,9 @@ struct PoolOptions {
 struct ExtentReport {
   int64_t index = 0;
   int64_t bytes = 0;
-  // The kind of its memory pages: "huge", "mixed", "4k" or "hugetlb". "pending" until the extent is up.
-  // "attached" in a process that did not make the pool, because only the process that made it knows the kind.
+  // The kind of the extent's memory pages: "huge", "mixed", "4k" or "hugetlb". "pending" until the extent is
+  // up. "attached" in a process that did not make the pool, because only the process that made it knows the
+  // kind.
   std::string pages_kind;
   int64_t huge_bytes = 0;        // number of bytes on huge pages
   double bring_up_s = 0;         // how many seconds bring-up took

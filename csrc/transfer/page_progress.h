@@ -2,8 +2,9 @@
 //
 // A page passes through stages. A stage is a range of layers. A layerwise op has one stage per layer, unless
 // its lane gives other stages. Another op that copies between a view and a slot has the view's ranges() as
-// stages. Any other op has a single stage with all layers. In a layerwise op, the lowest stage of all pages
-// is moved first. In other ops, pages that have been begun are finished before more are begun.
+// stages. Any other op has a single stage with all layers. A layerwise op moves the lowest stage of all its
+// pages before any page's next stage. In other ops, pages that have been begun are finished before more are
+// begun.
 #pragma once
 #include <cstddef>
 #include <cstdint>

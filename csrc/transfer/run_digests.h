@@ -15,7 +15,7 @@ void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo,
 // Checks the runs of layers [lo, hi) in the slot. Returns OK if all bytes match their digests; otherwise a
 // failure that names the first run that does not match.
 MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
-// Returns a page's result if the bytes of run number `run` in the page's slot do not match the run's digest.
+// Returns the result for a page whose run number `run` does not match its digest. `slot`: the page's slot.
 MoveResult digest_mismatch(const AttachedView& view, size_t run, int32_t slot);
 
 }  // namespace flexkv

@@ -20,7 +20,7 @@ namespace {
 // The kinds of op that read the inference engine's blocks and store them.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
 
-// Unit: seconds. An event that is not reached after this time is taken to wait behind other work on its
+// Unit: seconds. An event that is not reached after this time is assumed to wait behind other work on its
 // stream. An event that was just recorded on an idle stream is reached after some microseconds.
 constexpr double kIdleStreamS = 0.001;
 

@@ -98,8 +98,8 @@ class Scheduler : public WorkSource {
   struct Enqueued {
     bool in_time = false;  // false: the deadline passed; the ops go on
     // Whether an op that stores to disk waits behind work that the inference engine is still running. (The
-    // disk's reads of blocks cannot be enqueued on a stream.) Always false with a deadline of 0. May be true
-    // even if `in_time` is true.
+    // reads of an op that stores to disk cannot be enqueued on a stream.) Always false with a deadline of 0.
+    // May be true even if `in_time` is true.
     bool behind_forward = false;
     // Once all of these events are reached, the store ops have read the inference engine's blocks. Each event
     // comes with the kind of the op that it belongs to.
@@ -112,7 +112,8 @@ class Scheduler : public WorkSource {
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Allows the gated graphs with these tickets to copy layers [0, layers). The copies start after `fence` if
   // it is not null. Graphs that have finished and layers that are already open are ignored. Throws, and opens
-  // no layer, if a graph has fewer layers (BlockRangeError) or a ticket was never returned (ContractError).
+  // no layer, if a graph has fewer layers (BlockRangeError) or if submit() never returned one of the tickets
+  // (ContractError).
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
   // Cancels the graph's pages that no lane has taken. Returns the number of cancelled pages. Throws
