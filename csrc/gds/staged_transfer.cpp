@@ -14,9 +14,10 @@ namespace {
 constexpr double kCancelLookS = 0.02;
 
 // One transfer, which runs in its caller's thread. Each page passes through these states:
-//   read: waiting -> I/O -> ready -> transform -> ended write: waiting -> ready -> transform -> I/O -> ended
-//   Pages that are moved directly go from waiting to I/O to ended. A page has a slot from the time it leaves
-//   `waiting` until it is `ended`.
+//   read:  waiting -> I/O -> ready -> transform -> ended
+//   write: waiting -> ready -> transform -> I/O -> ended
+// Pages that are moved directly go from waiting to I/O to ended. A page has a slot from the time it leaves
+// `waiting` until it is `ended`.
 class Transfer {
  public:
   Transfer(const TransferParts& parts, const PageMap& map, std::span<const StagedPage> pages, bool is_read,

@@ -1,11 +1,12 @@
 // Computes flexkv's block keys from the inference engine's block keys, the namespace and the KV group.
 //
 // key = first 16 bytes of SHA-256( one 64-byte prefix block: label, namespace, group
-//                                  | u32 length, engine key ). The prefix block has a fixed size, and the
-//                                  engine key is preceded by its length, so no two different inputs give the
-//                                  same message. The prefix fills exactly one block of SHA-256's compression
-//                                  function. KeyHasher stores the hash state after this block, so for an
-//                                  engine key of up to 51 bytes, only one more block has to be compressed.
+//                                  | u32 length, engine key ).
+//
+// The prefix block has a fixed size, and the engine key is preceded by its length, so no two different inputs
+// give the same message. The prefix fills exactly one block of SHA-256's compression function. KeyHasher
+// stores the hash state after this block, so for an engine key of up to 51 bytes, only one more block has to
+// be compressed.
 //
 // If the namespace has a mark, the last 2 bytes of each key are the mark, and the first 112 bits are the
 // hash.

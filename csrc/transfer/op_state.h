@@ -18,10 +18,12 @@ namespace flexkv {
 // read from disk is still filling the pages' slots: the layers of stage 3 are not there yet ("absent"). The
 // lane takes a page through several stages at once.
 //
-//   layers 0 4 8 12 16 | stage 0| stage 1| stage 2| stage 3| page 0 | passed | item A | item A | absent |
-//   only the lane, in the stages of its item; page 1 | passed | item A | item A | absent | extend() adds
-//   stage 3 when it has arrived page 2 | passed | failed . . . . . . . . . | nobody: its later stages are
-//   never moved page 3 | ready or waiting . . . . . . . . | nobody until a lane takes the page
+//   layers    0        4        8        12       16
+//             | stage 0| stage 1| stage 2| stage 3|
+//   page 0    | passed | item A | item A | absent |    only the lane, in the stages of its item;
+//   page 1    | passed | item A | item A | absent |    extend() adds stage 3 when it has been read
+//   page 2    | passed | failed . . . . . . . . . |    nobody: its later stages are never moved
+//   page 3    | ready or waiting . . . . . . . .  |    nobody until a lane takes the page
 //
 // A page is in at most one work item. The inference engine may use the blocks of a load op only after the op
 // has finished. If the op is layerwise, the inference engine may use the layers of a stage as soon as every

@@ -37,8 +37,11 @@ struct PageSizes {
 
 // The figure shows the layers of one page, and which functions set or return the bounds between them:
 //
-//   0 layers() | passed | issued | may be taken | not yet | '- layers_done() ---' | | '- mark_issued(): copy
-//   enqueued ---------' | '- open(), and arrive() for a page that a read brings ---------'
+//   0                                                                              layers()
+//   |  passed           |  issued            |  may be taken       |  not yet        |
+//   '- layers_done() ---'                    |                     |
+//   '- mark_issued(): copy enqueued ---------'                     |
+//   '- open(), and arrive() for a page that a read brings ---------'
 //
 // Each bound is the end of a stage, except that the bound which arrive() sets may be within a stage. A lane
 // may take a stage when arrive() has reported all layers of the stage.
