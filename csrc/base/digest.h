@@ -1,5 +1,6 @@
 // The digest of KV bytes. The bytes are divided into leaves of 4 KiB, which may be digested in any order.
-// docs/digest.md specifies it. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
+// docs/digest.md specifies the digest. It detects damage and mix-ups at memory speed, but is not a
+// cryptographic hash.
 //
 // The functions that compute the parts of a digest are FLEXKV_HD and work word by word, so that a CPU core,
 // an AVX2 unit and a GPU warp share one definition.
@@ -27,7 +28,7 @@ FLEXKV_HD constexpr uint64_t digest_constant(uint64_t i) {
 }
 
 // The arguments of digest_constant() for the constants that are not keys of words. The arguments 0 to 511
-// give the keys of a leaf's words; the arguments below follow after these.
+// give the keys of a leaf's words; the arguments below come after these.
 inline constexpr uint64_t kFoldConstantA = kLeafWords;
 inline constexpr uint64_t kFoldConstantB = kFoldConstantA + kDigestLanes;
 inline constexpr uint64_t kLengthConstant = kFoldConstantB + kDigestLanes;

@@ -53,7 +53,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
     }
   }
   // The GDS manager needs no deadlines: the transfer engine's watchdog finds transfers that hang. The
-  // watchdog also prevents that their blocks and disk slots are reused before they end.
+  // watchdog also keeps the blocks and disk slots of these transfers from being reused before they end.
   const GdsOptions options{.threads_per_device = threads_per_device,
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,

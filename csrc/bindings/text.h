@@ -18,8 +18,8 @@ inline pybind11::str to_text(const std::string& text) {
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// Decodes a path in the same way as Python's os functions. So bytes that are not UTF-8 are the same again
-// when Python encodes the path.
+// Decodes a path in the same way as Python's os functions. So bytes that are not UTF-8 are preserved when
+// Python encodes the path again.
 inline pybind11::str to_path(const std::string& path) {
   PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
   if (decoded == nullptr) throw pybind11::error_already_set();

@@ -46,9 +46,9 @@ class Copier {
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
   // Enqueues copies for the copy engine. `registered` says whether all host memory of the copies is
-  // registered with the device. Returns an empty string on success, otherwise why it failed. After a failure,
-  // some of the copies may still be in flight. They have ended once a mark that is enqueued after them
-  // (CopyStream::mark()) is reached.
+  // registered with the device. Returns an empty string on success, otherwise an error message. After a
+  // failure, some of the copies may still be in flight. They have ended once a mark that is enqueued after
+  // them (CopyStream::mark()) is reached.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;

@@ -73,7 +73,8 @@ FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
 }
 
 // Copies one item of a stage. The stage has `count` chunks; its first chunk is chunk `first` of the job. All
-// `lanes` threads of a warp call this function together. It divides once per item, and not for each element.
+// `lanes` threads of a warp call this function together. The function divides once per item, and not for each
+// element.
 FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count, int32_t item, int lane,
                                 int lanes) {
   const int32_t page = item / count;

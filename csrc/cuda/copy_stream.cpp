@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kAlign = 64;
 // Number of stop words. The kernels of consecutive marks use these words in turn. If two kernels that are to
-// be stopped share a word, the earlier kernel may miss its stop; then it only ends later.
+// be stopped share a word, the earlier kernel may miss its stop; it then runs to its end.
 constexpr uint32_t kStopWords = 16;
 // Unit: seconds. The maximum time that a stream may take to write a word in the self-test words_work(). An
 // idle stream takes some microseconds.

@@ -62,7 +62,8 @@ inline constexpr int64_t kLaunchBytes = 64 << 20;
 // Unit: bytes. The maximum that one kernel copies of a layerwise load. The inference engine waits for the
 // layers of a layerwise load one by one. A kernel that copies several layers keeps its multiprocessors from
 // layer to layer. With one kernel per layer, each kernel would have to wait for a multiprocessor. Layerwise
-// loads that take turns share this limit, so that the first layers of all of them are copied within 3 ms.
+// loads that take turns share this limit, so that the first layers of all of them arrive within 3 ms of each
+// other.
 inline constexpr int64_t kLayersLaunchBytes = 128 << 20;
 // Unit: pages. The maximum number of pages per launch, because the tables of a launch have no space for more.
 inline constexpr size_t kLaunchPages = 8192;

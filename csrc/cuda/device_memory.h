@@ -20,7 +20,7 @@ class DeviceMemory {
   int multiprocessors() const { return device_->multiprocessors(); }
   // Returns how many seconds `calls` copies of `call_bytes` to or from pinned host memory take until the last
   // copy has ended. Each copy is one driver call and uses the next `call_bytes` of this memory; after the end
-  // of the memory, it begins at the start again. All copies are enqueued on one new stream. Throws
+  // of the memory, the next copy begins at the start again. All copies are enqueued on one new stream. Throws
   // ContractError if `call_bytes` is 0 or larger than the memory, and CapacityError if the driver fails.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 

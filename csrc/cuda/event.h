@@ -40,7 +40,7 @@ class Event : public StreamEvent {
   // Whether the work enqueued before the event has ended successfully. Precondition: the device is current.
   bool ended_well() const;
   // Sleeps until the work enqueued before the event has ended. Returns an empty string if the work succeeded,
-  // otherwise how it failed. In both cases, the work is no longer in progress.
+  // otherwise an error message. In both cases, the work is no longer in progress.
   std::string wait();
 
  private:

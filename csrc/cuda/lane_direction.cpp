@@ -31,8 +31,8 @@ constexpr double kLongPauseS = 200e-6;
 // Unit: items. While this many layerwise items wait to be enqueued, the thread takes no further items.
 // Portions of these items are enqueued in turn, so that the first layers of all of them are copied soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. While copies are in flight, the thread also computes digests of pages that were stored: of at
-// most this many bytes between two polls for the copies.
+// Unit: bytes. Between two polls for copies in flight, the thread computes digests of pages that were stored,
+// for at most this many bytes.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace

@@ -33,8 +33,8 @@ class IoQueue {
   virtual const char* name() const = 0;
   // The maximum number of I/Os in flight.
   virtual int32_t depth() const = 0;
-  // Only the owner thread calls this. Precondition: fewer than depth() I/Os are in flight. The I/O may not be
-  // started before the next wait() or take().
+  // Only the owner thread calls this. Precondition: fewer than depth() I/Os are in flight. It is possible
+  // that the I/O starts only at the next wait() or take().
   virtual void submit(const IoRequest& request) = 0;
   // Only the owner thread calls this. Waits until an I/O has finished or another thread has called wake(),
   // then appends the finished I/Os to `done`. Throws DiskError if the kernel refuses to continue. The queue
