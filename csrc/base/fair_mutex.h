@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Usable with std::lock_guard.
+// Has lock() and unlock(), so it can be used with std::lock_guard.
 class FairMutex {
  public:
   void lock() {

@@ -7,11 +7,11 @@ namespace flexkv {
 
 void bind_cuda(pybind11::module_& m);
 void bind_gds(pybind11::module_& m);
-void bind_gds_lane(pybind11::module_& m);  // after bind_transfer (Lane) and bind_storage (PageCodec)
+void bind_gds_lane(pybind11::module_& m);  // after bind_transfer (for Lane) and bind_storage (for PageCodec)
 void bind_index(pybind11::module_& m);
 void bind_keys(pybind11::module_& m);
 void bind_layout(pybind11::module_& m);
-void bind_lookup(pybind11::module_& m);  // after bind_index: it takes block indexes
+void bind_lookup(pybind11::module_& m);  // after bind_index: lookups take block indexes
 void bind_pool(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);
 void bind_share(pybind11::module_& m);    // after bind_index and bind_pool, whose classes it uses

@@ -9,7 +9,7 @@ namespace {
 
 using Dispatcher = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
-// Pybind11's own dispatcher, which is the same for all functions of a module.
+// pybind11's own dispatcher, which is the same for all functions of a module.
 Dispatcher dispatcher = nullptr;
 
 // Calls pybind11's dispatcher, and converts an exception that leaves the dispatcher to a TypeError. This

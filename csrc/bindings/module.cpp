@@ -46,13 +46,13 @@ PYBIND11_MODULE(c_ext, m) {
   flexkv::bind_index(m);
   flexkv::bind_keys(m);
   flexkv::bind_layout(m);
-  flexkv::bind_lookup(m);  // after bind_index: it takes block indexes
+  flexkv::bind_lookup(m);  // after bind_index: lookups take block indexes
   flexkv::bind_pool(m);
   flexkv::bind_rope(m);
   flexkv::bind_share(m);  // after bind_index and bind_pool, whose classes it uses
   flexkv::bind_transfer(m);
   flexkv::bind_cuda(m);  // after bind_transfer: CudaLane derives from Lane
   flexkv::bind_storage(m);
-  flexkv::bind_gds_lane(m);  // after bind_storage: it takes page codecs
+  flexkv::bind_gds_lane(m);  // after bind_storage: GdsLane takes page codecs
   flexkv::guard_calls(m);
 }

@@ -9,7 +9,7 @@ namespace flexkv::cuda {
 
 class DeviceMemory {
  public:
-  // Throws CapacityError.
+  // Allocates `bytes` of the device's memory. Throws CapacityError if the driver fails.
   DeviceMemory(std::shared_ptr<Device> device, size_t bytes);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;

@@ -9,7 +9,7 @@ namespace flexkv::cuda {
 
 class PinnedMemory {
  public:
-  // Throws CapacityError.
+  // Allocates `bytes` of pinned memory. Throws CapacityError if the driver fails.
   PinnedMemory(std::shared_ptr<Device> device, size_t bytes);
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;

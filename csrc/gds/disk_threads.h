@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-// Unit: threads. The limit is low because cuFile has hung in tests with 256 or more requests in flight, and
-// each thread has one request in flight.
+// Unit: threads. The limit is low because cuFile was observed to hang with 256 or more requests in flight,
+// and each thread has one request in flight.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {

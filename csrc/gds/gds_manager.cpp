@@ -20,7 +20,7 @@ constexpr double kFileLookS = 10;
 // Unit: bytes. The size of the buffer for probing reads. It is enough for every probing read; see
 // FileIo::looks().
 constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
-// Unit: bytes. The maximum size of a pool's region. A larger value is a mistake by the caller.
+// Unit: bytes. The maximum size of a pool's region. No pool is larger than this.
 constexpr int64_t kMostRegionBytes = int64_t{1} << 50;
 // Unit: bytes. The maximum of `max_staging_bytes`. A larger value is a mistake by the caller. Up to this
 // limit, sizes can be rounded up without overflow.

@@ -19,7 +19,7 @@ namespace flexkv {
 
 enum class Pairing : int32_t {
   kNeox,  // pairs elements i and i + rotary_dim / 2
-  kGptj,  // elements 2 i and 2 i + 1
+  kGptj,  // pairs elements 2 i and 2 i + 1
 };
 
 // Values of turn_of_row for rows that are not rotated: kZeroRow writes zeros, kCopyRow copies the row.

@@ -1,7 +1,7 @@
 // Records which pages the other units on this machine (peers) have, and in which slots. Each peer publishes a
 // board, which lists the page in each slot. One thread reads the changes on these boards. Another thread
-// copies pages from the peers' host pools. The manager's thread takes the news: which pages the
-// peers have got and lost.
+// copies pages from the peers' host pools. The manager's thread takes the news: which pages the peers have
+// got and lost.
 #pragma once
 #include <array>
 #include <atomic>

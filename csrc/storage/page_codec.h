@@ -44,7 +44,7 @@ struct PageTrailer {
   uint64_t written = 0;  // time of the write, in Unix seconds
   uint32_t group = 0;    // number of the KV group
   uint32_t reserved = 0;
-  uint64_t digest = 0;  // digest of this struct, with this field 0, and of the run digests
+  uint64_t digest = 0;  // digest of this struct (with this field set to 0) and of the run digests
 };
 inline constexpr int64_t kTrailerHeadBytes = 96;
 static_assert(sizeof(PageTrailer) == kTrailerHeadBytes);

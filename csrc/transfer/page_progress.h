@@ -128,9 +128,9 @@ class PageProgress {
   std::vector<int32_t> stage_;  // per page: its current stage; empty if there is only one stage
   // Per page: number of its layers that are in its slot. Empty if expect() was never called.
   std::vector<int32_t> arrived_;
-  std::vector<ReadyList> ready_;        // per stage: the ready pages
-  std::vector<int32_t> left_;           // per stage: number of pages that have neither passed it nor failed
-  std::vector<int32_t> unissued_;       // per stage: number of pages whose copies are not enqueued
+  std::vector<ReadyList> ready_;   // per stage: the ready pages
+  std::vector<int32_t> left_;      // per stage: number of pages that have neither passed the stage nor failed
+  std::vector<int32_t> unissued_;  // per stage: number of pages whose copies are not enqueued
   std::vector<int32_t> issued_stages_;  // per page: number of stages whose copies are enqueued or done
   int32_t open_stages_;                 // number of open stages; pages can move only through these
   // Per stage: pages that wait for the stage to be opened. Empty if close_stages() was never called.

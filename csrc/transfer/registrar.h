@@ -21,7 +21,7 @@ class Registrar {
 // locked memory, or a driver that is still starting.
 struct PinRetries {
   int32_t tries = 6;         // number of retries
-  double first_pause_s = 1;  // seconds before the first retry; the pause doubles before each further one
+  double first_pause_s = 1;  // seconds before the first retry; the pause doubles before each further retry
 };
 
 }  // namespace flexkv

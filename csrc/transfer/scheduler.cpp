@@ -256,7 +256,7 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     std::ranges::move(fences_before(*op), std::back_inserter(fences));
   }
   if (!fences.empty()) {
-    lock.unlock();  // because is_reached() calls the driver
+    lock.unlock();  // is_reached() calls the driver, so it is called without the lock
     answer.behind_forward =
         !std::all_of(fences.begin(), fences.end(), [](const auto& fence) { return is_reached(*fence); });
     lock.lock();

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// The number in OpSpec::reads for a page that need not wait for a read.
+// The number in OpSpec::reads for a page that does not have to wait for a read.
 inline constexpr int64_t kNoRead = 0;
 // The number of low bits of a word that hold the number of layers. The bits above these hold the number that
 // identifies the read, which is less than kMostReads.
