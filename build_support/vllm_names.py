@@ -133,8 +133,10 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.block_pool:BlockPool": (
         "_reuse_watchers",
         "blocks",
+        "cached_block_hash_to_block",
         "free_block_queue",
         "get_cached_block",
+        "get_num_free_blocks",
         "touch",
         "unpin_blocks",
     ),

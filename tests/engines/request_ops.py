@@ -130,6 +130,38 @@ def reset_while_running(
     return {"done": bool(done), "preempted": preempted, "requests": tracker.results()}
 
 
+def new_weights_within_a_block(
+    llm: Any, ids: list[int], tokens: int, deadline_s: float = 60.0
+) -> dict[str, Any]:
+    """The weights change while a request has less than one whole block. When it has generated more blocks, a second
+    request continues its tokens and finds its blocks in the engine's own prefix cache.
+
+    Args:
+        ids: the first request's prompt.
+        tokens: number of tokens of the second request's prompt.
+
+    Returns:
+        The second request's prompt, and the results of both requests.
+    """
+    tracker, ends_at = RequestTracker(llm), time.monotonic() + deadline_s
+    name = f"f-{time.monotonic_ns()}"
+    tracker.add(name, {"ids": ids, "max_tokens": 2 * tokens})
+
+    def run_until(count: int) -> None:
+        while len(tracker.results()[0]["tokens"]) < count:
+            if not tracker.step() or time.monotonic() > ends_at:
+                raise TimeoutError(f"{count} tokens were not generated")
+
+    run_until(3)
+    load_new_weights(llm)
+    run_until(tokens)
+    second = [*ids, *tracker.results()[0]["tokens"]][:tokens]
+    tracker.add(f"s-{time.monotonic_ns()}", {"ids": second, "max_tokens": 4})
+    while tracker.step():
+        pass
+    return {"prompt": second, "requests": tracker.results()}
+
+
 def requests_held(llm: Any) -> dict[str, Any]:
     """Returns how many requests the scheduler still has. A request that is aborted during an async load stays there
     until the load is reported.
@@ -241,6 +273,7 @@ OPERATIONS: dict[str, Operation] = {
     "load_new_weights": load_new_weights,
     "reload_weights": reload_weights,
     "reset_while_running": reset_while_running,
+    "new_weights_within_a_block": new_weights_within_a_block,
     "requests_held": requests_held,
     "stream": stream,
     "ask_embeddings": ask_embeddings,

@@ -11,7 +11,7 @@ import pytest
 from demo.model import write_model
 
 from .conftest import FAULTY, Engines, connector
-from .session import EngineSession, Prompt, Reference
+from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 
 
 def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> None:
@@ -155,6 +155,27 @@ def test_new_weights_without_a_reset(
     assert session.reference.tokens(old) != first
     session.forget()
     assert session.check_one(old).cached == old.whole_blocks
+    engines.close()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_new_weights_while_a_block_is_not_full(
+    engines: Engines, stream: int, retrained: Reference, mode: str
+) -> None:
+    """The KV of the block's first tokens is computed with the old weights. vLLM serves it until its own reset, and
+    nothing that depends on it is stored.
+    """
+    engines.close()
+    session = engines.get(connector(store__mode=mode))
+    first = Prompt.of(BLOCK_TOKENS - 12, stream)
+    reply = session.call("new_weights_within_a_block", ids=list(first.ids), tokens=3 * BLOCK_TOKENS)
+    assert reply["requests"][1]["cached"] >= BLOCK_TOKENS, "found in vLLM's own cache"
+    session.reference = retrained
+    prompt = Prompt(tuple(reply["prompt"]), 4)
+    session.forget()
+    assert session.check_one(prompt).cached == 0
+    session.forget()
+    assert session.check_one(prompt).cached == len(prompt.ids) - 1
     engines.close()
 
 

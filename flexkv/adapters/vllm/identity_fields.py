@@ -45,8 +45,8 @@ MODEL = FieldTable(
         "files. A commit of its repository does not identify the weights",
         "hf_overrides": "by the resulting configuration of the model, and the content of a `quantization_config_file`",
         "trust_remote_code": "if it is on, by the content of the Python files in the model's folder",
-        "max_model_len": "if the model has LongRoPE, by the factors that it selects; if it has dynamic RoPE, its value; "
-        "if it is a Llama 4, by whether vLLM scales queries by their position",
+        "max_model_len": "if the model has LongRoPE, by the factors that it selects; if it has dynamic RoPE, its "
+        "value; if it is a Llama 4, by whether vLLM scales queries by their position",
         "generation_config": "if the model is a Llama 4 and this file says whether to scale queries by their position",
         "override_generation_config": "in the same way as `generation_config`",
         "multimodal_config": "it has a table of its own, and the processor's files enter, except the chat template",

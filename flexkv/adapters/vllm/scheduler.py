@@ -77,6 +77,7 @@ class SchedulerSide:
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events: EventLog | None = None
         self._old_kv = False
+        """Whether the engine may still have KV of weights that were replaced before the last reset."""
         self.blend = (
             BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
             if spec.blend is not None
@@ -209,10 +210,15 @@ class SchedulerSide:
         next step.
         """
         unit = self.unit
+        stale = self._old_kv and self._check_for_old_kv(computed_tokens)
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
-            self.requests.begin_lookup(self._tracker(request), self._preempted)
+            tracker = self._tracker(request)
+            self.requests.begin_lookup(tracker, self._preempted)
+            tracker.stale |= stale
             return (0 if blends else None), False
         if not unit.usable or not self._spec.role.loads:
+            if stale:
+                self._tracker(request).stale = True
             return 0, False
         self._completions.collect_early()
         self._poll()
@@ -222,7 +228,7 @@ class SchedulerSide:
         if self.blend is None and tracker.settings.blend is not None:
             self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
             tracker.settings = replace(tracker.settings, blend=None)  # so that the request is counted once
-        tracker.stale = tracker.adapter_changed
+        tracker.stale = tracker.adapter_changed or stale
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         # This poll starts to read the pages that the lookup has found on disk.
@@ -230,6 +236,18 @@ class SchedulerSide:
         if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
+
+    def _check_for_old_kv(self, computed_tokens: int) -> bool:
+        """Returns whether a request may have KV of replaced weights, because it has found `computed_tokens` tokens in
+        the engine's own prefix cache. If the engine's pool is empty, no later request needs this check.
+
+        Blocks with old KV cannot be listed at the reset by their hashes, because a block gets its hash only when it is
+        full, or when its load has ended, which may be after the reset.
+        """
+        if self._watch.is_empty():
+            self._old_kv = False
+            self._stores.pool_emptied()
+        return self._old_kv and computed_tokens > 0
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
         """Orders the workers to store the free blocks that the engine may hand to a load of `tokens` tokens. Returns
@@ -456,18 +474,18 @@ class SchedulerSide:
         if self.blend is not None:
             self.blend.reset()
         self.unit.manager.reset()
+        self._old_kv = self._forward_step > 0 and not self._watch.is_empty()
         if self.unit.state is UnitState.AWAITING_RANKS:
-            self._old_kv = any(tracker.block_ids for tracker in self.requests.live.values()) or bool(
-                self._watch.hashes()
-            )
             return
         self.orders.void.extend(self._loads.jobs)
         self.counters.add("flexkv_resets_total")
         for tracker in self.requests.live.values():
             tracker.stale = tracker.adapter_changed or bool(tracker.block_ids)
             tracker.promise = None
-        # If the engine's own reset failed or did not happen, its blocks still have hashes, and KV of the old weights.
+        # If the engine's own reset failed or did not happen, its blocks still have KV of the old weights.
         self._stores.reset(self._watch.hashes())
+        if not self._old_kv:
+            self._stores.pool_emptied()
 
     def _reset_built_unit(self) -> None:
         """Repeats a reset that came before the unit was built, because disks may hold pages of the old weights.

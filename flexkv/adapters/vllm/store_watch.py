@@ -171,6 +171,13 @@ class BlockWatch(StoreWatch):
 
     # --- the pool ---
 
+    def is_empty(self) -> bool:
+        # One block, the null block, is never free.
+        pool = self._pool
+        return (
+            not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
+        )
+
     def has_cached(self, block_hash: bytes) -> bool:
         return self._pool.get_cached_block(block_hash, [GROUP]) is not None
 

@@ -284,6 +284,10 @@ class StoreWatch:
 
     # --- the pool ---
 
+    def is_empty(self) -> bool:
+        """Whether certainly no block of the engine's pool is held by a request or in the engine's own prefix cache."""
+        return False
+
     def has_cached(self, block_hash: bytes) -> bool:
         """Whether the engine's own prefix cache is known to have a block with this hash."""
         return False

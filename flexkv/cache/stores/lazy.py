@@ -55,6 +55,9 @@ class LazyStores(RequestStores, CacheListener):
         # Blocks that were computed before the planner was made are suspects, because their callers' settings are not
         # known.
         self.suspects: dict[int, bytes] = parts.watch.hashes()
+        self._only_left = False
+        """Whether only blocks in `_left` are offered, because other free blocks may have KV of replaced weights: the
+        requests that computed them may have no record here."""
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
         """For each block whose hash does not identify its content: the hash, and the namespace and engine's key from
         which its key is made. These come from the last request that had the block."""
@@ -111,7 +114,7 @@ class LazyStores(RequestStores, CacheListener):
                     self._withdraw(block)
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """Called when the cache was reset. Blocks that still have KV of the old weights become suspects."""
+        self._only_left = True
         self._stale_hashes = stale_hashes
         self.suspects = dict(stale_hashes)
         self._offered.clear()
@@ -119,6 +122,11 @@ class LazyStores(RequestStores, CacheListener):
         self._passed_over.clear()
         self._left.clear()
         self._seen = (-1, -1)
+
+    def pool_emptied(self) -> None:
+        super().pool_emptied()
+        self.suspects = {}
+        self._only_left = False
 
     def _settle(self, request: StoreRequest) -> None:
         """Called when a request loses its blocks. Blocks that must not be stored under their hash become suspects; the
@@ -329,8 +337,10 @@ class LazyStores(RequestStores, CacheListener):
             self._block_of_key.pop(offered[1], None)
 
     def _is_new(self, block: PoolBlock) -> bool:
-        """Whether a block was not offered yet and is not a suspect."""
+        """Whether a block may be stored, and was not offered yet."""
         number, block_hash = block
+        if self._only_left:
+            return self._left.get(number) == block_hash
         if (offered := self._offered.get(number)) is not None and offered[0] == block_hash:
             return False
         return not self.suspects or self.suspects.get(number) != block_hash

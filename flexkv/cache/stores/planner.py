@@ -70,11 +70,16 @@ class StorePlanner:
         """Called when a store has ended and the pages of these engine blocks were not published."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """Called when the cache was reset because the weights have changed.
+        """Called when the cache was reset because the weights may have changed. Until `pool_emptied` is called, the
+        engine's blocks may have KV of the old weights. The caller marks each request that gets such a block as stale.
 
         Args:
-            stale_hashes: for each engine block that may still have KV of the old weights, its hash, by block number.
+            stale_hashes: for each block in the engine's own prefix cache, its hash, by block number.
         """
+
+    def pool_emptied(self) -> None:
+        """Called when no block of the engine has KV of replaced weights any more, because the engine's pool was empty
+        (`StoreWatch.is_empty`)."""
 
 
 class RequestStores(StorePlanner):
@@ -126,6 +131,9 @@ class RequestStores(StorePlanner):
         return plan.graph
 
     # --- blocks that must not be stored ---
+
+    def pool_emptied(self) -> None:
+        self._stale_hashes = {}
 
     def load_kept(self, request: StoreRequest, first_block: int) -> None:
         request.stale = True

@@ -13,10 +13,11 @@ import vllm
 import vllm.v1.engine.core as engine_core
 
 from flexkv.adapters.vllm import weight_updates
+from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.adapters.vllm.weight_updates import LEAVE_WEIGHTS, may_change_weights
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_roles_and_resets import Make
-from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 PROMPT = list(range(100, 120))
 
@@ -104,6 +105,105 @@ def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) ->
         engine.step({})
     engine.drain()
     assert engine.unit.manager.cached_blocks() == 0
+
+
+def adopted_after_update(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights change while a request holds blocks that have no hash yet, as blocks that are not full or whose load
+    has not been admitted. vLLM gives these blocks their hash later, and another request then finds them.
+    """
+    engine.add(make_request(PROMPT, "two"))
+    engine.step()
+    with monkeypatch.context() as unhashed:
+        unhashed.setattr(engine.side._watch, "hashes", dict)
+        call("update_weights")
+
+
+def adopt_and_finish(engine: MiniEngine) -> int:
+    """A second request finds two blocks of the first one. Returns the number of stored blocks when both have ended."""
+    engine.adopt(make_request([*PROMPT[:8], *range(10)], "three"), engine.live["two"].blocks[:2])
+    engine.step()
+    engine.finish("two")
+    engine.finish("three")
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    return engine.unit.manager.cached_blocks()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_blocks_that_get_their_hash_after_the_change_are_not_used(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    engine = make_engine(blocks=14, **{"store.mode": mode, "store.max_reference_share": 1.0})
+    adopted_after_update(engine, monkeypatch)
+    assert adopt_and_finish(engine) == 0
+
+
+def test_control_without_the_check_such_blocks_are_used(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    adopted_after_update(engine, monkeypatch)
+    monkeypatch.setattr(engine.side, "_old_kv", False)
+    assert adopt_and_finish(engine) > 0
+
+
+def test_caching_goes_on_when_the_engines_own_cache_was_reset(make_engine: Make) -> None:
+    engine = stored(make_engine)
+    engine.add(make_request(PROMPT, "two"))
+    engine.step()
+    call("update_weights")
+    engine.finish("two")
+    engine.step({})
+    engine.drain()
+    assert engine.side._old_kv
+    engine.forget()
+    engine.run(make_request(PROMPT, "three"))
+    engine.drain()
+    assert not engine.side._old_kv
+    assert engine.unit.manager.cached_blocks() == len(PROMPT) // BLOCK_TOKENS
+    # The blocks get the same numbers and hashes as before the change, and are stored nevertheless.
+    engine.adopt(make_request([*PROMPT, *range(8)], "four"), engine.pool.blocks[1:3])
+    assert not engine.side.requests.live["four"].stale
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_change_before_the_ranks_have_shaken_hands(make_engine: Make, mode: str) -> None:
+    """The first request has no record, because the unit is not built yet. Nothing is stored of its blocks."""
+    engine = make_engine(
+        blocks=14,
+        early_handshake=False,
+        **{"store.mode": mode, "store.max_reference_share": 1.0},
+    )
+    request = make_request(PROMPT, "two")
+    engine.add(request)
+    engine.step(before_forward=lambda: call("update_weights"))
+    engine.step({})
+    assert engine.unit.usable
+    assert adopt_and_finish(engine) == 0
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
+def test_lazy_stores_no_block_of_a_request_without_a_record(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """The request began before the unit was built, and its blocks got their hashes after the change."""
+    monkeypatch.setattr(BlockWatch, "hashes", lambda watch: {})
+    engine = make_engine(
+        blocks=7,
+        early_handshake=False,
+        **{"store.mode": "lazy", "store.max_reference_share": 1.0},
+    )
+    engine.add(make_request(PROMPT, "two"))
+    engine.step(before_forward=lambda: call("update_weights"))
+    assert engine.unit.usable
+    if not checked:
+        monkeypatch.setattr(engine.side._stores, "_only_left", False)
+    engine.finish("two")
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    assert bool(engine.unit.manager.cached_blocks()) != checked
 
 
 def test_of_vllms_own_calls_only_those_that_change_weights_reset_the_cache() -> None:
