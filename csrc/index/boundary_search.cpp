@@ -103,7 +103,8 @@ uint64_t BoundarySearch::longest_of(size_t group, uint64_t limit) {
 
 uint64_t BoundarySearch::longest_state(size_t group, uint64_t limit) {
   const size_t step = alignment_ / rules_[group].block_tokens;
-  const size_t first = page_of(group, aligned(start_) + alignment_) - 1;  // page of the shortest hit
+  const size_t first =
+      page_of(group, aligned(start_) + alignment_) - 1;  // last page of the shortest possible hit
   while (limit > start_ && probes_ <= BoundaryLookup::kMaxProbes) {
     const size_t page = page_of(group, limit) - 1;
     uint8_t& where = pages_[group].where[page];

@@ -10,7 +10,7 @@
 
 namespace flexkv {
 
-// The view of one rank's pool. A view is immutable. It has addresses in the pool, but does not own the pool's
+// A view of one rank's pool. It is immutable. It holds addresses of the pool's memory, but does not own the
 // memory: the code that attaches a view must keep the pool alive.
 class KvView {
  public:

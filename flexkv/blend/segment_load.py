@@ -22,8 +22,8 @@ class LostHit:
     Attributes:
         hit: the hit.
         reason: the reason as text.
-        why: the reason under which the missing pages are counted; None if all pages were in host memory when the load
-            began, because such pages are not counted.
+        why: the category in which the missing pages are counted. None if all pages were in host memory when the load
+            began: pages that are lost from host memory are not counted.
     """
 
     hit: Hit

@@ -13,7 +13,7 @@ HEADROOM_BYTES = 256 << 20
 """Available memory that the native host pool leaves free (`kHeadroomBytes` in C++)."""
 
 SMALLEST_SLOT_BYTES = 4096
-"""Size of the smallest slot, because slot images are rounded up to a multiple of this."""
+"""Size of the smallest slot in bytes. Slot images are rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)

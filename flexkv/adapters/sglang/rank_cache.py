@@ -37,17 +37,17 @@ Watcher = Callable[[Completion], None]
 
 
 class RankCache(RankWorker):
-    """The unit of one rank, with the rank's manager and transfers. All calls must come from one thread at a time;
+    """One rank's cache: its unit, its cache manager and its transfers. All calls must come from one thread at a time;
     completions are handled inside `take_results`.
 
     Args:
         pool: the pool that pages are loaded into and stored from.
         owner: the owner of the pages, whose namespace the keys use.
         stream_of: `current_stream` of `RankWorker`.
-        mover: the mover, which copies the pages of host lanes; None for the transfer engine's own.
+        mover: copies the pages of host lanes; None to use the transfer engine's own mover.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
-        rank: the engine's number of the rank, for its plugins.
+        rank: the rank's number in the engine, which flexkv's plugins get.
 
     Attributes:
         manager: the unit's cache manager.

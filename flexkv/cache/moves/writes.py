@@ -276,8 +276,8 @@ class WriteQueue:
 
     def _make_room(self, owner: int) -> None:
         """Frees host slots of the group, if fewer are free than LEAVE_SHARE demands. Chooses the pages that would be
-        evicted next. Those that the tier has or must not get are evicted at once. The other pages are written, and
-        evicted after that.
+        evicted next. Pages that the tier below already has, or must not get, are evicted at once. The others are first
+        written to that tier, then evicted.
         """
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)

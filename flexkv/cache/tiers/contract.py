@@ -64,8 +64,9 @@ class TierFacts:
     Attributes:
         name: name of the tier in settings, metrics and the log.
         wait_s: seconds for which a request waits for this tier before it continues without the tier's pages.
-        streams: whether pages that are being fetched may be promised. Requires an engine that computes the pages that a
-            load did not bring. The plane marks each page as arrived or failed in the host pool before its op ends.
+        streams: whether a lookup may promise pages that are still being fetched. The engine must then compute the pages
+            whose fetch fails, and the tier's data plane must mark each page in the host pool as arrived or failed
+            before the fetch ends.
         stream_layers: whether a streamed fetch brings one range of layers of all its pages, then the next range, and so
             on.
         fetch_pages: maximum number of pages being fetched; a longer hit is cut.

@@ -60,9 +60,9 @@ def disk_rows(
 
     Args:
         device: the CUDA device with the pools; None for plain memory.
-        multiprocessors: multiprocessors of the device; 0 for plain memory.
+        multiprocessors: number of multiprocessors of the device; 0 for plain memory.
         folder: a folder on the disk to be measured. Files that are made in it are removed.
-        total_bytes: bytes moved per read. For every run length, at least two pages are moved.
+        total_bytes: bytes moved per read, or the bytes of two pages if that is more.
         settings: the copy paths that the device's lane may use.
 
     Raises:

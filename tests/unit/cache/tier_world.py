@@ -19,7 +19,7 @@ each part lies between the two lengths of a pair.
 
 
 class TierWorld:
-    """Tiers with random content, as real indexes and as a model.
+    """Tiers with random content. Each tier exists twice: as a real index, and in a model to compare it with.
 
     Args:
         blocks: number of blocks of the chain that lookups ask for.

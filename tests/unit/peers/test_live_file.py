@@ -60,7 +60,7 @@ class Owner:
         self._generation = 0
 
     def put(self, *places: int) -> None:
-        """Puts new pages into the given disk slots, and shows them on the board."""
+        """Puts new pages into the given disk slots, and publishes them in the list of pages (board)."""
         for place in places:
             self.drop(place)
             self._generation += 1

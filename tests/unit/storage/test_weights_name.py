@@ -73,8 +73,9 @@ def test_a_disk_that_takes_no_name_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_where_pages_are_gone_their_weights_name_no_later_ones(tmp_path: Path) -> None:
-    """If a folder's slabs are made anew, the old name of their weights is dropped. New pages are written before the new
-    name, so after a crash in between the new pages would have the old name."""
+    """If a folder's slabs are created again, the recorded name of the old pages' weights is deleted. New pages are
+    written before the new name is recorded. Otherwise, a crash between these two steps would leave the new pages under
+    the old name."""
     write_weights(tmp_path, ONE, 0)
     NamedDisks().begin(0, tmp_path, has_pages=False)
     after_crash = NamedDisks()

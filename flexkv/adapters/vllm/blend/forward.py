@@ -66,13 +66,13 @@ class BlendForward:
             hidden_states, residual)`, and its attention is `layer.self_attn.attn`.
         check_layer: number of the layer whose fresh keys are compared with the cached ones. The check layer and the
             layers before it compute all rows.
-        run_rows: reused rows are computed again in runs of this many adjacent rows; see `rows_to_keep`.
+        run_rows: how many adjacent rows are computed again together; see `rows_to_keep`.
 
     Attributes:
         layers, attentions: the model's layers, and the attention of each.
         check_layer: as in the arguments.
-        choose: chooses the rows that later layers compute.
-        runs: divides the kept rows into sequences.
+        choose: chooses the rows that the layers after the check layer compute (the kept rows).
+        runs: divides the kept rows into sequences of adjacent rows.
     """
 
     def __init__(self, model: Any, vllm_config: Any, check_layer: int, run_rows: int = 1) -> None:
