@@ -148,7 +148,7 @@ def name_inputs(request: Any) -> None:
         # Only the client's own text is checked, because the text that flexkv adds may look like an id.
         setattr(request, _CHECKED, True)
         if request.lora_id is None and _ADAPTER_ID.search(request.extra_key or ""):
-            add_to_extra_key(request, NO_ADAPTER, NO_ADAPTER)
+            request.extra_key = f"{request.extra_key}|{NO_ADAPTER}"
     if getattr(request, "multimodal_inputs", None) is not None:
         add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
     brought = ("input_embeds", "positional_embed_overrides")

@@ -255,8 +255,8 @@ KEPT = {
     "store.tokens": "prompt",
     "store.partial_blocks": False,
     "load.mode": "sync",
-    # This connector is not called when weights change. With disks, it would write KV of the new weights under keys of
-    # the old weights, and later processes would find it.
+    # This connector is not called when the caches are reset. With disks, it would write KV of weights that changed
+    # without a call that flexkv sees under keys of the old weights, and later processes would find it.
     "disk.folders": (),
 }
 """The only values of these settings that this connector can use."""

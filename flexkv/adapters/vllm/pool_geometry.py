@@ -102,6 +102,12 @@ class PoolGeometry:
         return any(group.rule is Rule.STATE for group in self.groups)
 
     @property
+    def has_hits_within_blocks(self) -> bool:
+        """Whether a hit in the engine's own prefix cache may end within a block. The engine then copies the block, and
+        does not count the tokens in it when it looks a request up."""
+        return any(group.hashes_per_block > 1 for group in self.groups)
+
+    @property
     def states_handed_over(self) -> bool:
         """Whether the engine reports the boundaries of its steps, and which blocks hold the states there."""
         return any(group.states_handed_over for group in self.groups)

@@ -210,25 +210,24 @@ class SchedulerSide:
         next step.
         """
         unit = self.unit
-        stale = self._old_kv and self._check_for_old_kv(computed_tokens)
+        if self._old_kv and self._watch.is_empty():
+            self._end_old_kv()
+        stale = self._old_kv and (computed_tokens > 0 or self._spec.geometry.has_hits_within_blocks)
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
-            tracker = self._tracker(request)
-            self.requests.begin_lookup(tracker, self._preempted)
-            tracker.stale |= stale
+            self._begin_lookup(request, stale)
             return (0 if blends else None), False
-        if not unit.usable or not self._spec.role.loads:
-            if stale:
-                self._tracker(request).stale = True
+        if not unit.usable:
+            return 0, False
+        if not self._spec.role.loads:
+            self._begin_lookup(request, stale)
             return 0, False
         self._completions.collect_early()
         self._poll()
         unit.grow()
-        tracker = self._tracker(request)
-        self.requests.begin_lookup(tracker, self._preempted)
+        tracker = self._begin_lookup(request, stale)
         if self.blend is None and tracker.settings.blend is not None:
             self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
             tracker.settings = replace(tracker.settings, blend=None)  # so that the request is counted once
-        tracker.stale = tracker.adapter_changed or stale
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         # This poll starts to read the pages that the lookup has found on disk.
@@ -237,17 +236,23 @@ class SchedulerSide:
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
-    def _check_for_old_kv(self, computed_tokens: int) -> bool:
-        """Returns whether a request may have KV of replaced weights, because it has found `computed_tokens` tokens in
-        the engine's own prefix cache. If the engine's pool is empty, no later request needs this check.
+    def _begin_lookup(self, request: Request, stale: bool) -> RequestTracker:
+        """Prepares the tracker of a request that the engine looks up, and returns it.
 
-        Blocks with old KV cannot be listed at the reset by their hashes, because a block gets its hash only when it is
-        full, or when its load has ended, which may be after the reset.
+        Args:
+            stale: whether the request has found blocks in the engine's own prefix cache that may have KV of replaced
+                weights. These blocks cannot be listed by their hashes at the reset, because a block gets its hash only
+                when it is full, or when its load has ended, which may be after the reset.
         """
-        if self._watch.is_empty():
-            self._old_kv = False
-            self._stores.pool_emptied()
-        return self._old_kv and computed_tokens > 0
+        tracker = self._tracker(request)
+        self.requests.begin_lookup(tracker, self._preempted)
+        tracker.stale = tracker.adapter_changed or stale
+        return tracker
+
+    def _end_old_kv(self) -> None:
+        """Called when the engine's pool is empty, so that none of its blocks has KV of replaced weights any more."""
+        self._old_kv = False
+        self._stores.pool_emptied()
 
     def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
         """Orders the workers to store the free blocks that the engine may hand to a load of `tokens` tokens. Returns
@@ -474,7 +479,8 @@ class SchedulerSide:
         if self.blend is not None:
             self.blend.reset()
         self.unit.manager.reset()
-        self._old_kv = self._forward_step > 0 and not self._watch.is_empty()
+        has_blocks = any(tracker.block_ids for tracker in self.requests.live.values())
+        self._old_kv = (has_blocks or self._forward_step > 0) and not self._watch.is_empty()
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         self.orders.void.extend(self._loads.jobs)
@@ -485,7 +491,7 @@ class SchedulerSide:
         # If the engine's own reset failed or did not happen, its blocks still have KV of the old weights.
         self._stores.reset(self._watch.hashes())
         if not self._old_kv:
-            self._stores.pool_emptied()
+            self._end_old_kv()
 
     def _reset_built_unit(self) -> None:
         """Repeats a reset that came before the unit was built, because disks may hold pages of the old weights.

@@ -175,7 +175,7 @@ class BlockWatch(StoreWatch):
         # One block, the null block, is never free.
         pool = self._pool
         return (
-            not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() >= pool.num_gpu_blocks - 1
+            not len(pool.cached_block_hash_to_block) and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         )
 
     def has_cached(self, block_hash: bytes) -> bool:

@@ -205,6 +205,7 @@ class LazyStores(RequestStores, CacheListener):
             if (block_hash := self._watch.hash_of(block)) is not None:
                 self.suspects[block] = block_hash
                 self._left.pop(block, None)
+                self._passed_over.pop(block, None)
 
     def _plan_head(self) -> TransferGraph | None:
         """Plans stores of the blocks at the head of the free queue, if the queue has changed since the last call."""
@@ -339,8 +340,8 @@ class LazyStores(RequestStores, CacheListener):
     def _is_new(self, block: PoolBlock) -> bool:
         """Whether a block may be stored, and was not offered yet."""
         number, block_hash = block
-        if self._only_left:
-            return self._left.get(number) == block_hash
         if (offered := self._offered.get(number)) is not None and offered[0] == block_hash:
             return False
-        return not self.suspects or self.suspects.get(number) != block_hash
+        if self.suspects and self.suspects.get(number) == block_hash:
+            return False
+        return not self._only_left or self._left.get(number) == block_hash

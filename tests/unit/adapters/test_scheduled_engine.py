@@ -293,6 +293,23 @@ def random_specs(rng: random.Random) -> list[KVCacheSpec]:
     return specs + [window(rng.choice(sizes), rng.choice(windows)) for _ in range(count)]
 
 
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
+def test_a_hit_within_a_block_of_old_weights_is_not_stored(
+    make_scheduled: Make, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    """The second request's hit in vLLM's own cache is shorter than a block. vLLM copies the block, and tells the
+    connector of no hit.
+    """
+    engine = make_scheduled(full(16), state(16), match_unit=8)
+    side = engine.connector.scheduler
+    engine.run("one", range(3, 14))
+    side.forget()
+    if not checked:
+        monkeypatch.setattr(side, "_old_kv", False)
+    engine.run("two", [*range(3, 12), *range(40, 70)])
+    assert bool(local(side.unit.manager).cached_blocks()) != checked
+
+
 @pytest.mark.soak
 @soak_rounds(8)
 def test_nothing_wrong_is_read_whatever_clients_do(make_scheduled: Make, soak_round: int) -> None:

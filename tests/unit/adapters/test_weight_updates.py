@@ -13,8 +13,10 @@ import vllm
 import vllm.v1.engine.core as engine_core
 
 from flexkv.adapters.vllm import weight_updates
+from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.adapters.vllm.weight_updates import LEAVE_WEIGHTS, may_change_weights
+from flexkv.cache.stores.lazy import LazyStores
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_roles_and_resets import Make
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
@@ -130,22 +132,65 @@ def adopt_and_finish(engine: MiniEngine) -> int:
     return engine.unit.manager.cached_blocks()
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
 def test_blocks_that_get_their_hash_after_the_change_are_not_used(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
-    engine = make_engine(blocks=14, **{"store.mode": mode, "store.max_reference_share": 1.0})
-    adopted_after_update(engine, monkeypatch)
-    assert adopt_and_finish(engine) == 0
-
-
-def test_control_without_the_check_such_blocks_are_used(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, checked: bool
 ) -> None:
     engine = make_engine()
     adopted_after_update(engine, monkeypatch)
-    monkeypatch.setattr(engine.side, "_old_kv", False)
-    assert adopt_and_finish(engine) > 0
+    if not checked:
+        monkeypatch.setattr(engine.side, "_old_kv", False)
+    assert bool(adopt_and_finish(engine)) != checked
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
+def test_an_engine_that_only_stores_checks_too(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
+    engine = make_engine(role=EngineRole(loads=False))
+    adopted_after_update(engine, monkeypatch)
+    if not checked:
+        monkeypatch.setattr(engine.side, "_old_kv", False)
+    assert bool(adopt_and_finish(engine)) != checked
+
+
+def test_a_change_before_the_first_forward_pass_counts_loaded_blocks(make_engine: Make) -> None:
+    """After a restart, the first request may have loaded KV of the old weights when the weights change."""
+    engine = stored(make_engine)
+    engine.add(make_request(PROMPT, "two"))
+    engine.until(lambda: "two" in engine.finished_loads)
+    engine.side._forward_step = 0
+    call("update_weights")
+    assert engine.side._old_kv
+
+
+def test_a_pool_is_empty_without_requests_and_cached_blocks(make_engine: Make) -> None:
+    engine = make_engine()
+    watch = engine.side._watch
+    assert watch.is_empty()
+    held = engine.pool.get_new_blocks(1)
+    assert not watch.is_empty(), "a request holds a block that has no hash"
+    engine.pool.free_blocks(held)
+    assert watch.is_empty()
+    engine.run(make_request(PROMPT, "one"))
+    engine.drain()
+    assert not watch.is_empty(), "free blocks are in the engine's own cache"
+    assert engine.pool.reset_prefix_cache()
+    assert watch.is_empty()
+
+
+def test_lazy_caching_goes_on_when_the_engines_own_cache_was_reset(make_engine: Make) -> None:
+    engine = make_engine(blocks=7, **{"store.mode": "lazy", "store.max_reference_share": 1.0})
+    engine.run(make_request(PROMPT, "one"))
+    call("update_weights")
+    assert engine.pool.reset_prefix_cache()
+    engine.run(make_request(PROMPT, "two"))
+    engine.step({})
+    engine.drain()
+    assert engine.unit.manager.cached_blocks()
+    stores = engine.side._stores
+    assert isinstance(stores, LazyStores)
+    assert not stores._only_left
 
 
 def test_caching_goes_on_when_the_engines_own_cache_was_reset(make_engine: Make) -> None:

@@ -436,6 +436,40 @@ def test_what_was_computed_before_there_was_a_planner_is_not_stored() -> None:
     assert engine.step() == []
 
 
+def test_after_a_reset_lazy_stores_take_only_blocks_that_requests_have_left() -> None:
+    """Other free blocks may have KV of replaced weights, until the engine's pool was empty."""
+    engine = Engine(LazyStores)
+    engine.stores.reset({})
+    unknown = dict(zip((60, 61), hashes_of(range(40, 48)), strict=True))
+    engine.pool.hash_by_block.update(unknown)
+    engine.pool.free = [60, 61]
+    assert engine.step() == []
+    request = engine.start("one", range(8), 50)
+    engine.step((request, 8))
+    assert sorted(engine.finish(request) + engine.step()) == [50, 51]
+    engine.stores.pool_emptied()
+    engine.pool.hash_by_block.clear()
+    engine.pool.hash_by_block.update(unknown)
+    engine.pool.free = [61, 60]
+    assert engine.step() == [60, 61]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_reset_blocks_of_a_failed_load_are_not_offered_again(fails: bool) -> None:
+    """The blocks could not be stored when their request ended. Before the next attempt, they prove to be bad."""
+    engine = Engine(LazyStores)
+    engine.stores.reset({})
+    stores = engine.stores
+    assert isinstance(stores, LazyStores)
+    blocks = dict(zip((50, 51), hashes_of(range(8)), strict=True))
+    engine.pool.hash_by_block.update(blocks)
+    stores._pass_over([PoolBlock(number, block_hash) for number, block_hash in blocks.items()])
+    if fails:
+        stores.load_failed([50, 51])
+    engine.pool.free = [51, 50]
+    assert engine.step() == ([] if fails else [50, 51])
+
+
 @pytest.mark.parametrize("kind", [EagerStores, LazyStores])
 def test_nothing_of_replaced_weights_is_stored(kind: type[RequestStores]) -> None:
     engine = Engine(kind)
