@@ -43,8 +43,8 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=max(console.width, TABLE_WIDTH))  # a log need not fit a terminal's width
     started = time.monotonic()
-    # The engines inherit this variable. On two cores that other programs use too, two threads would mostly wait for
-    # each other.
+    # The engines inherit this variable. On a machine with two cores that other programs use, too, two threads would
+    # mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)

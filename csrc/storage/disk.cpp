@@ -12,8 +12,8 @@ namespace {
 // The number of pages that may be queued on a disk per page that may be in flight. The number is small, so
 // that a new load does not wait behind many pages.
 constexpr size_t kQueuedPerDepth = 2;
-// Unit: bytes. Small pages may exceed the limit of kQueuedPerDepth as long as the queued pages have at most
-// this total size (5 ms at 3 GB/s). So the disk has work until the dispatcher runs again.
+// Unit: bytes. More pages than kQueuedPerDepth allows may be queued if they are small: up to this total size
+// (5 ms at 3 GB/s). This keeps the disk busy until the dispatcher runs again.
 constexpr int64_t kQueuedBytes = int64_t{16} << 20;
 
 size_t queue_pages(const std::vector<DiskGroup>& groups, int32_t depth) {

@@ -58,8 +58,8 @@ follow.
 MOST_FRAMES = 1024
 """The maximum number of frames that one call of `LiveReader.look` reads from a file."""
 MOST_BEATS = 512
-"""A new edition replaces the file after this many heartbeats, so that one call of `look` can read all frames of an idle
-unit.
+"""A new edition replaces the file after this many heartbeats. An idle unit writes only heartbeats, so one call of
+`look` can read all frames of its file.
 """
 
 MOST_NAME = 255
@@ -77,11 +77,11 @@ class LiveHead:
     """The frame at the start of a unit's file, which identifies the unit and its machine.
 
     Attributes:
-        card: the unit's card. The folders in it are relative to the folder that all machines see.
+        card: the unit's description. The folders in it are relative to the folder that all machines see.
         machine: id of the unit's machine: the random number that its kernel drew at boot.
         host: name of the machine, for users.
         beat_s: seconds between the unit's heartbeats.
-        places: number of the unit's places (slots on disk); each row's place is lower than this number.
+        places: number of slots on the unit's disks. The rows in the file's frames name slots below this number.
     """
 
     card: UnitCard

@@ -83,7 +83,7 @@ class RankOps:
 
     def point(self, stream: int | None = None) -> StreamPoint | None:
         """A point in a stream after all work that is enqueued on the stream so far, for `submit_load` and
-        `submit_store`. None if the pool is plain memory or no op may touch it.
+        `submit_store`. None if the pool is plain memory, or has been released, so that no op may touch it.
 
         Args:
             stream: the stream; None for the one on which this thread enqueues the inference engine's work.

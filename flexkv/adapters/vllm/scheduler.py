@@ -420,7 +420,7 @@ class SchedulerSide:
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
         """Orders the workers to finish copies that read blocks which the engine has reused, before the step writes to
-        those blocks. `reused` has for each op the positions of its reused blocks.
+        those blocks. `reused` maps each op to the positions of its reused blocks.
         """
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:

@@ -148,7 +148,7 @@ class TierWork:
 
     @property
     def moving(self) -> bool:
-        """Whether a fetch, write, question or seal (see `OpRole`) is in flight."""
+        """Whether an op of one of the roles fetch, write, question and seal (see `OpRole`) is in flight."""
         return len(self._tables.ops) > self._tables.ops.of_ranks
 
     @property

@@ -54,7 +54,7 @@ COMING = 1
 
 
 def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
-    """Returns the runs of the pages of a group that a lookup has found."""
+    """Returns, as runs, the pages of one group that a lookup has found."""
     entries, slots = found.entries(group), found.slots(group)
     before = found.first_page(group) if isinstance(found, FoundLengths) else 0
     runs = []

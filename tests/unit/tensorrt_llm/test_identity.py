@@ -91,7 +91,7 @@ def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make,
     assert np.array_equal(pool_of(one), before)
     assert refused(one.worker.side.counters, "orders") == 1
     assert one.hit(one.serve(PROMPT)) == WHOLE
-    # The other engine loses nothing, because its own rank carries out the refused step.
+    # The refused step belongs to `other`, whose own rank carries it out, so nothing is lost.
     other.worker.side.start(step)
 
 
