@@ -54,7 +54,7 @@ MOST_UNITS = 64
 """The maximum number of units on other machines that are followed at a time."""
 
 MOST_FILES = 1024
-"""The maximum number of units' files that are read. They include files that ended units have not removed."""
+"""The maximum number of units' files that are read. The files that a unit has left behind at its end count, too."""
 
 MOST_FOLDERS = 256
 """One search reads at most this many subfolders of the folder that all machines see."""

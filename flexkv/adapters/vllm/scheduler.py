@@ -152,8 +152,8 @@ class SchedulerSide:
             self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
 
     def _make_events(self, unit: LiveUnit) -> EventLog:
-        """Makes the log of events. It records, in the folder of the unit's first disk, which pages on disk were
-        announced, so that the engine's next process can announce them."""
+        """Makes the log of events. The log records in the folder of the unit's first disk which pages on disk were
+        announced, so that the engine can announce them again after a restart."""
         geometry, algorithm = self._spec.geometry, self._spec.block_hash
         folder = None if unit.own_disks is None else unit.own_disks.volumes.folder
         return EventLog(

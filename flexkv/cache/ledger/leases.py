@@ -94,7 +94,7 @@ class GroupLease:
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """Returns a new share: this share's blocks, then the blocks in `held`, which follow them in the request.
+        """Returns a new lease: this lease's blocks, then the blocks in `held`, which follow them in the request.
         Precondition: all these blocks are in host memory.
         """
         return GroupLease(

@@ -166,7 +166,8 @@ class FetchChoice:
 
     def choose_straight_load(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
         """Decides whether to load `pages` pages straight from their tier. Returns True if that takes less time than
-        computing their `tokens` tokens, or if that is not known. Otherwise counts them as left to the engine.
+        computing their `tokens` tokens, or if these times are not known. Otherwise returns False, and counts the pages
+        as left to the engine.
         """
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()

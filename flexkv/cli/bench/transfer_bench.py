@@ -153,7 +153,7 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel copies only registered memory. If some of it is not registered, rows have `pinned` False.
+        # The copy kernel reaches only registered memory. If part of the pool is not, result rows have `pinned` False.
         registered = device is None or (pool.pinned_slots >= blocks and not pool.native.registration_error)
         yield engine, registered
     finally:

@@ -1,8 +1,8 @@
-"""A program that forks processes with units that, according to their files, run on other machines.
+"""A program that forks processes, each with one unit. The unit's files claim that it runs on another machine.
 
 For each line of input it forks one process. A line gives a folder, the machine's name, and how the unit differs from
-the test's other unit: `same` (nothing), `weights`, `ranks` or `version`. The forked process prints its process id when
-the prompt's pages are in its folder.
+the unit that the test itself runs: `same` (nothing), `weights`, `ranks` or `version`. The forked process stores a
+prompt, and prints its process id when the prompt's pages are in its folder.
 """
 
 from __future__ import annotations

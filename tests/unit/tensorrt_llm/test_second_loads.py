@@ -130,9 +130,9 @@ def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: Fi
 def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
-    """As a control, the scheduler forgets the request before the second load. The request then gets garbage. One case
-    is left out, because it would not fail: there the orders of both loads are late, and the second order replaces the
-    first.
+    """As a control, the scheduler forgets the request before the second load. The request then gets garbage. One of
+    the cases in `FIRST` is left out, because it would not fail: if the messages that order both loads arrive late, the
+    second message replaces the first.
     """
     world = stored(make_world)
     late = LateOrders(world)
