@@ -14,7 +14,7 @@ from .request_ops import request_status
 from .worker_calls import call_workers
 
 
-def _mover_state(worker: Any) -> dict[str, int]:
+def get_mover_state(worker: Any) -> dict[str, int]:
     """Runs in each worker: returns how often its mover was called, and on how many of these calls a fault rule
     acted."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -33,7 +33,9 @@ def _release(worker: Any) -> None:
 def faults(llm: Any) -> dict[str, Any]:
     """Returns, for every rank, the state of its mover: the number of calls, and of calls on which a fault rule
     acted."""
-    return {"ranks": call_workers(llm, _mover_state)}
+    # The engine's core may be in another process, so `call_workers` cannot be used. flexkv takes a function whose name
+    # begins with `get_` to leave the weights.
+    return {"ranks": llm.collective_rpc(get_mover_state)}
 
 
 def release(llm: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Runs functions in vLLM's workers without flexkv's knowledge. vLLM's usual call for this, `collective_rpc`, makes
-flexkv reset its cache, because the function may change weights.
+flexkv reset its cache, because the function may change weights. vLLM's core must be in this process (`IN_PROCESS`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ LEAVE_WEIGHTS = frozenset(
 """Methods of vLLM's workers that leave the weights as they are."""
 
 READING = ("check_", "get_", "has_", "is_", "list_", "report_", "save_", "supports_")
-"""Prefixes of the names of methods that only read. flexkv assumes that such methods leave the weights unchanged."""
+"""Prefixes of the names of methods and functions that only read. flexkv assumes that they leave the weights alone."""
 
 _IS_WATCHED = "flexkv_resets_on_new_weights"
 
@@ -69,11 +69,13 @@ def reset_on_new_weights(side: Resettable) -> None:
 
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:
-    """Whether a call of the workers' `method` may change weights. A method that is given as a function may do
-    anything."""
-    if not isinstance(method, str):
-        return True
-    return method not in LEAVE_WEIGHTS and not method.startswith(READING)
+    """Whether a call of the workers' `method`, the name of a method or a function, may change weights."""
+    name = name_of(method)
+    return name not in LEAVE_WEIGHTS and not name.startswith(READING)
+
+
+def name_of(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else str(getattr(method, "__name__", type(method).__name__))
 
 
 def _watch_calls(core: ModuleType) -> None:
@@ -98,7 +100,6 @@ def _watch_calls(core: ModuleType) -> None:
 def _reset_all(method: str | Callable[..., Any]) -> None:
     sides = list(_sides)
     if sides:
-        name = method if isinstance(method, str) else getattr(method, "__name__", type(method).__name__)
-        logger.info("the workers ran %r, which may have changed weights; the cache is reset", name)
+        logger.info("the workers ran %r, which may have changed weights; the cache is reset", name_of(method))
     for side in sides:
         side.forget()

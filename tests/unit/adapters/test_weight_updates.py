@@ -61,6 +61,7 @@ def embed_anew(worker: Any) -> None:
         "apply_model",
         "update_named_param",
         embed_anew,
+        lambda worker: None,
     ],
 )
 def test_a_call_that_may_change_weights_empties_the_cache(make_engine: Make, method: Any) -> None:
@@ -70,8 +71,14 @@ def test_a_call_that_may_change_weights_empties_the_cache(make_engine: Make, met
     assert engine.add(make_request(PROMPT, "two")) == 0
 
 
-@pytest.mark.parametrize("method", [*sorted(LEAVE_WEIGHTS), "get_stats", "list_loras", "check_health"])
-def test_a_call_that_only_reads_leaves_the_cache(make_engine: Make, method: str) -> None:
+def get_rank(worker: Any) -> None:
+    """A function that a caller sends to the workers, and that only reads."""
+
+
+@pytest.mark.parametrize(
+    "method", [*sorted(LEAVE_WEIGHTS), "get_stats", "list_loras", "check_health", get_rank]
+)
+def test_a_call_that_only_reads_leaves_the_cache(make_engine: Make, method: Any) -> None:
     engine = stored(make_engine)
     before = engine.unit.manager.cached_blocks()
     call(method)
