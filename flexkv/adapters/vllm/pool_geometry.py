@@ -103,9 +103,9 @@ class PoolGeometry:
 
     @property
     def has_hits_within_blocks(self) -> bool:
-        """Whether a hit in the engine's own prefix cache may end within a block. The engine then copies the block, and
-        does not count the tokens in it when it looks a request up."""
-        return any(group.hashes_per_block > 1 for group in self.groups)
+        """Whether a hit in the engine's own prefix cache may end within a block, which vLLM allows for models with
+        recurrent states. vLLM then copies the block, and does not count the tokens in it when it looks a request up."""
+        return self.has_states and any(group.hashes_per_block > 1 for group in self.groups)
 
     @property
     def states_handed_over(self) -> bool:

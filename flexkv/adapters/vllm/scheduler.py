@@ -78,6 +78,8 @@ class SchedulerSide:
         self.events: EventLog | None = None
         self._old_kv = False
         """Whether the engine may still have KV of weights that were replaced before the last reset."""
+        self._was_asked = False
+        """Whether the engine has looked up any request. Until then, none of its blocks has KV."""
         self.blend = (
             BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
             if spec.blend is not None
@@ -212,23 +214,22 @@ class SchedulerSide:
         unit = self.unit
         if self._old_kv and self._watch.is_empty():
             self._end_old_kv()
-        stale = self._old_kv and (computed_tokens > 0 or self._spec.geometry.has_hits_within_blocks)
+        self._was_asked = True
         if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
-            self._begin_lookup(request, stale)
+            self._begin_lookup(request, computed_tokens)
             return (0 if blends else None), False
         if not unit.usable:
             return 0, False
         if not self._spec.role.loads:
-            self._begin_lookup(request, stale)
+            self._begin_lookup(request, computed_tokens)
             return 0, False
         self._completions.collect_early()
         self._poll()
         unit.grow()
-        tracker = self._begin_lookup(request, stale)
+        tracker = self._begin_lookup(request, computed_tokens)
         if self.blend is None and tracker.settings.blend is not None:
             self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
             tracker.settings = replace(tracker.settings, blend=None)  # so that the request is counted once
-        tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         # This poll starts to read the pages that the lookup has found on disk.
         self._poll()
@@ -236,17 +237,18 @@ class SchedulerSide:
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
-    def _begin_lookup(self, request: Request, stale: bool) -> RequestTracker:
-        """Prepares the tracker of a request that the engine looks up, and returns it.
+    def _begin_lookup(self, request: Request, computed_tokens: int) -> RequestTracker:
+        """Prepares the tracker of a request that the engine looks up, and returns it. Marks the request as stale if it
+        may have found blocks with KV of replaced weights in the engine's own prefix cache.
 
-        Args:
-            stale: whether the request has found blocks in the engine's own prefix cache that may have KV of replaced
-                weights. These blocks cannot be listed by their hashes at the reset, because a block gets its hash only
-                when it is full, or when its load has ended, which may be after the reset.
+        Such blocks cannot be listed by their hashes at the reset, because a block gets its hash only when it is full,
+        or when its load has ended, which may be after the reset.
         """
-        tracker = self._tracker(request)
+        geometry, tracker = self._spec.geometry, self._tracker(request)
         self.requests.begin_lookup(tracker, self._preempted)
-        tracker.stale = tracker.adapter_changed or stale
+        has_old_kv = self._old_kv and (computed_tokens > 0 or geometry.has_hits_within_blocks)
+        tracker.stale = tracker.adapter_changed or has_old_kv
+        tracker.own_from = computed_tokens // geometry.groups[0].block_tokens
         return tracker
 
     def _end_old_kv(self) -> None:
@@ -479,8 +481,7 @@ class SchedulerSide:
         if self.blend is not None:
             self.blend.reset()
         self.unit.manager.reset()
-        has_blocks = any(tracker.block_ids for tracker in self.requests.live.values())
-        self._old_kv = (has_blocks or self._forward_step > 0) and not self._watch.is_empty()
+        self._old_kv = self._was_asked and not self._watch.is_empty()
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         self.orders.void.extend(self._loads.jobs)

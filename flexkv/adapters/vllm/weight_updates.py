@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -70,8 +71,9 @@ def reset_on_new_weights(side: Resettable) -> None:
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:
     """Whether a call of the workers' `method`, the name of a method or a function, may change weights."""
-    name = name_of(method)
-    return name not in LEAVE_WEIGHTS and not name.startswith(READING)
+    if isinstance(method, str) and method in LEAVE_WEIGHTS:
+        return False
+    return not name_of(method).startswith(READING)
 
 
 def name_of(method: str | Callable[..., Any]) -> str:
@@ -101,5 +103,6 @@ def _reset_all(method: str | Callable[..., Any]) -> None:
     sides = list(_sides)
     if sides:
         logger.info("the workers ran %r, which may have changed weights; the cache is reset", name_of(method))
-    for side in sides:
-        side.forget()
+    with ExitStack() as resets:  # resets every side, even if one of them raises an error
+        for side in sides:
+            resets.callback(side.forget)

@@ -34,7 +34,7 @@ LAZY_REQUEST = "flexkv-lazy"
 
 class LazyStores(RequestStores, CacheListener):
     """Offers the blocks at the head of the engine's free queue. A block is offered once, and again if its store was not
-    published or the cache no longer has it.
+    published or the cache no longer has it. Between `reset` and `pool_emptied`, a block is not offered again.
 
     Attributes:
         suspects: by block number, the hash under which the block must not be stored: the caller keeps the block out of
