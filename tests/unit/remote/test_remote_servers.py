@@ -4,6 +4,7 @@ misses, and the remote tier recovers.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -295,11 +296,14 @@ def our_shared_memory() -> set[str]:
 def refused(error: type[FlexKVError], says: str, url: str, **settings: object) -> None:
     """Asserts that building a unit raises `error` with the message `says`, and leaves no process, descriptor or shared
     memory behind."""
-    before = children(), set(os.listdir("/proc/self/fd")), our_shared_memory()
+    gc.collect()  # closes descriptors of earlier tests' objects
+    before = children(), len(os.listdir("/proc/self/fd")), our_shared_memory()
     with pytest.raises(error, match=says):
         RemoteUnit(url, **settings)  # type: ignore[arg-type]
-    after = children(), set(os.listdir("/proc/self/fd")), our_shared_memory()
-    assert (after[0], len(after[1]), after[2]) == (before[0], len(before[1]), before[2])
+    after = children(), len(os.listdir("/proc/self/fd")), our_shared_memory()
+    assert (after[0], after[2]) == (before[0], before[2])
+    # An earlier test's thread may still close a descriptor meanwhile, so there may be fewer.
+    assert after[1] <= before[1]
 
 
 HERE = "redis://127.0.0.1:1"
