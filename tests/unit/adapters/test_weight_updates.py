@@ -103,6 +103,18 @@ def test_a_call_that_fails_empties_the_cache_too(make_engine: Make) -> None:
     assert engine.unit.manager.cached_blocks() == 0
 
 
+def adopt_and_finish(engine: MiniEngine) -> int:
+    """A second request finds two blocks of the first one. Returns the number of stored blocks when both have ended."""
+    engine.adopt(make_request([*PROMPT[:8], *range(10)], "three"), engine.live["two"].blocks[:2])
+    engine.step()
+    engine.finish("two")
+    engine.finish("three")
+    for _ in range(3):
+        engine.step({})
+    engine.drain()
+    return engine.unit.manager.cached_blocks()
+
+
 def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) -> None:
     """KV of the former weights is not stored after a call that changes the weights. vLLM keeps its own blocks, and
     computes with them until its cache is reset. flexkv neither stores nor serves the results.
@@ -112,14 +124,7 @@ def test_kv_of_former_weights_is_not_stored_after_the_call(make_engine: Make) ->
     engine.add(first)
     engine.step()
     call("update_weights")
-    engine.adopt(make_request([*PROMPT[:8], *range(10)], "three"), engine.live["two"].blocks[:2])
-    engine.step()
-    engine.finish("two")
-    engine.finish("three")
-    for _ in range(3):
-        engine.step({})
-    engine.drain()
-    assert engine.unit.manager.cached_blocks() == 0
+    assert adopt_and_finish(engine) == 0
 
 
 def adopted_after_update(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +136,6 @@ def adopted_after_update(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as unhashed:
         unhashed.setattr(engine.side._watch, "hashes", dict)
         call("update_weights")
-
-
-def adopt_and_finish(engine: MiniEngine) -> int:
-    """A second request finds two blocks of the first one. Returns the number of stored blocks when both have ended."""
-    engine.adopt(make_request([*PROMPT[:8], *range(10)], "three"), engine.live["two"].blocks[:2])
-    engine.step()
-    engine.finish("two")
-    engine.finish("three")
-    for _ in range(3):
-        engine.step({})
-    engine.drain()
-    return engine.unit.manager.cached_blocks()
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "control"])
@@ -170,9 +163,9 @@ def test_an_engine_that_only_stores_checks_too(
 def test_a_change_before_the_first_forward_pass_counts_loaded_blocks(make_engine: Make) -> None:
     """After a restart, the first request may have loaded KV of the old weights when the weights change."""
     engine = stored(make_engine)
+    engine.side._was_asked = False  # as after a restart
     engine.add(make_request(PROMPT, "two"))
     engine.until(lambda: "two" in engine.finished_loads)
-    engine.side._forward_step = 0
     call("update_weights")
     assert engine.side._old_kv
 
